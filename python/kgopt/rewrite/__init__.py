@@ -19,7 +19,7 @@ run      carry recompute sites norms formats        what runs in place of a site
          channel_norms
 find     source sequential backend inductor         front ends: Python source, nn.Sequential, captured graphs
          functional_norms
-model    outside graphs whole race api              CUDA graphs; what the whole model decides; optimize, restore, report
+model    graphs whole race api                      CUDA graphs; what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================
 """
 

@@ -96,12 +96,12 @@ class Whole:
         self.seed = torch.initial_seed()
         self.device = torch.device("cpu")
         self.key = ""
-        self.device = torch.device("cpu")
         self.draws = False  # did the last call draw random numbers?
         self._steps: bool | None = None  # is a backward timed, too? None: not tried yet
         self.expected: Any = None  # the original code's outputs
         self.error = 0.0  # of the sites' outputs, in the layout that the model came in
         self.asked: list[bool] = []  # of each question, whether the answer was known
+        self.busy: bool | None = None  # are its launches over long before its work? None: nobody asked
         self.replays = False  # calls will be replayed as CUDA graphs: what launches take does not count
 
     @property
@@ -141,7 +141,8 @@ class Whole:
             digest = fingerprint.of_model(self.root, self.example, self.options)
             self.key = verdicts.key_of("model", self.device, digest)
         if choosing and replays and graphs.may_pay(self.root, self.example):
-            self.replays = self.can_be_recorded()
+            self.busy = self.says("busy", graphs.is_busy, self.device)
+            self.replays = not self.busy and self.says("can be recorded", graphs.can_record)
         if channels_last is True:
             found.layout = layout.ask_for(self.root)
             self.forget()
@@ -166,13 +167,11 @@ class Whole:
             if state is not None and original is not None and state.lost_everywhere:
                 become(module, original)
 
-    def can_be_recorded(self) -> bool:
-        """Whether a call of the example inputs can be replayed as a CUDA graph."""
+    def says(self, question: str, ask: Callable[..., bool], *more: Any) -> bool:
+        """The answer about a call of the example inputs."""
         args, kwargs = arguments_of(self.example)
-        (can,), _ = self.settle(
-            "can be recorded", lambda: [float(graphs.can_record(self.root, args, kwargs, self.device))]
-        )
-        return bool(can)
+        (answer,), _ = self.settle(question, lambda: [float(ask(self.root, args, kwargs, *more))])
+        return bool(answer)
 
     def forget(self) -> None:
         """Sites measure themselves again, in another layout."""
@@ -412,7 +411,8 @@ class Whole:
 
     def layout_seconds(self, layout: str) -> float:
         """Of a call in the form that the model now has."""
-        return min(self.seconds(f"layout {layout}", self.timed, self.timed))
+        timed = self.timed
+        return min(self.seconds(f"layout {layout}", timed, timed))
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

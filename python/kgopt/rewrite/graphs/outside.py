@@ -29,7 +29,7 @@ import torch
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _CODE_LIKE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CLOCKS = ("time", "posix", "nt", "select", "_socket")  # modules whose functions a replay cannot stand for
 MOST = 256  # entries of a container that is compared; larger ones are registers, such as sys.modules
