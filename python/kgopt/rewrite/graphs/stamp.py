@@ -49,6 +49,7 @@ class Stamp:
         self.lists: list[Any] = []
         self.tensors: list[Tensor] = []
         self.small: list[tuple[Tensor, Tensor]] = []  # on the CPU, with its values
+        self.is_outside_same = self.outside.check()
         self._collect(root)
         self._collect(*self.outside.objects, depth=DEPTH - 1)
         self.own = _own(root)
@@ -124,7 +125,7 @@ class Stamp:
         of_classes = chain.from_iterable(c.values() for c in self.classes)
         of_modules = chain.from_iterable([pick(own) for pick, own in self.picks])
         of_dicts = chain.from_iterable(map(dict.values, self.dicts))
-        return chain(of_modules, of_dicts, chain.from_iterable(self.lists), of_classes, self.outside.values())
+        return chain(of_modules, of_dicts, chain.from_iterable(self.lists), of_classes)
 
     def _values(self) -> list[Any]:
         return list(self._current())
@@ -143,6 +144,7 @@ class Stamp:
                 list(map(len, self.holders)) == self.sizes
                 and all(map(operator.is_, map(type, self.modules), self.types))
                 and all(map(operator.is_, self._current(), self.values))
+                and self.is_outside_same()
                 and _are(_own(root), self.own)
                 and self._places() == self.places
                 and all(torch.equal(t, value) for t, value in self.small)
