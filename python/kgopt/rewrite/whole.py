@@ -98,6 +98,7 @@ class Whole:
         self.key = ""
         self.draws = False  # did the last call draw random numbers?
         self._steps: bool | None = None  # is a backward timed, too? None: not tried yet
+        self._row = 0  # calls that are timed at once; 0: not tried yet
         self.expected: Any = None  # the original code's outputs
         self.error = 0.0  # of the sites' outputs, in the layout that the model came in
         self.asked: list[bool] = []  # of each question, whether the answer was known
@@ -183,8 +184,8 @@ class Whole:
     def seconds(self, question: str, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[float, float]:
         """Of a call of two forms of the model, measured unless an equal model was asked the same.
 
-        On CUDA of a few calls in a row, as models are used: of a single one that finds the GPU idle, the launches of
-        what comes first are most.
+        On CUDA of a few short calls in a row, as models are used: of a single one that finds the GPU idle, the launches
+        of what comes first are most.
         """
 
         def measure() -> list[float]:
@@ -193,21 +194,30 @@ class Whole:
                     found = graphs.seconds_of_replays(first, second, self.device)
                 if found is not None:
                     return list(found)
-            row = 3 if self.device.type == "cuda" else 1
-
-            def in_a_row(form: Callable[[], Any]) -> Callable[[], Any]:
-                def run() -> None:
-                    for _ in range(row):
-                        form()
-
-                return run
-
             with trial(self.root, self.root.training):
+                row = self.row(first)
+
+                def in_a_row(form: Callable[[], Any]) -> Callable[[], Any]:
+                    def run() -> None:
+                        for _ in range(row):
+                            form()
+
+                    return run
+
                 return [t / row for t in policy.time_both(in_a_row(first), in_a_row(second), self.device)]
 
         (before, after), known = self.settle(f"{question} replayed" if self.replays else question, measure)
         self.asked.append(known)
         return before, after
+
+    def row(self, form: Callable[[], Any]) -> int:
+        """How many calls are timed at once. Within a trial."""
+        if self.device.type != "cuda":
+            return 1
+        if not self._row:
+            form()  # what a first call takes says nothing of the others
+            self._row = 3 if policy.seconds_once(form, self.device) < policy.SHORT else 1
+        return self._row
 
     def settle(self, question: str, measure: Callable[[], list[float]]) -> tuple[Any, bool]:
         """The answer for this model and these inputs, and whether it was known."""
@@ -389,7 +399,7 @@ class Whole:
             why = f"channels_last fails: {str(error).splitlines()[0]}"
         layout.set_layout(self.root, False)
         self.take(given)
-        if not why:  # a clock that went down or up meanwhile shows
+        if not why and after < before:  # a clock that went up meanwhile shows
             before = min(before, self.layout_seconds("given again"))
         times = f"channels_last {after * 1e3:.2f} ms, as it was {before * 1e3:.2f} ms"
         if why or after >= before:
