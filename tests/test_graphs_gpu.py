@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import graphs, policy
-from kgopt.rewrite.graphs import Recording
+from kgopt.rewrite import policy
+from kgopt.rewrite.graphs import calls, keys
+from kgopt.rewrite.graphs.recording import Recording
 from optimize_models import randomized
 
 pytestmark = pytest.mark.gpu
@@ -145,11 +146,11 @@ def test_kwargs_shapes_and_formats(replayed):
         for args, kwargs in kinds:
             _, y = replays(replayed, model, *args, **kwargs)
             check(y, original(*args, **kwargs))
-            strides.append([t.stride() for t in graphs._leaves(y)])
+            strides.append([t.stride() for t in keys.leaves(y)])
     for i, (args, kwargs) in enumerate(kinds):
         done, y = replays(replayed, model, *args, **kwargs)
         assert done, kgopt.report(model).graph
-        assert [t.stride() for t in graphs._leaves(y)] == strides[i]  # of the plain path
+        assert [t.stride() for t in keys.leaves(y)] == strides[i]  # of the plain path
     assert len({id(c) for c in model._kgopt.graphs.calls.values() if isinstance(c, Recording)}) == len(kinds)
 
 
@@ -446,7 +447,7 @@ def test_auto_is_never_slower():
     model, _ = pair(example_inputs=(x_of(), t_of()), cuda_graph="auto")
     found = [c for c in model._kgopt.graphs.calls.values() if isinstance(c, Recording)]
     assert found
-    assert found[0].after < graphs.GAIN * found[0].before
+    assert found[0].after < calls.GAIN * found[0].before
     plain = kgopt.restore(copy.deepcopy(model))
     args = x_of(), t_of()
     before, after = policy.clock_both(lambda: plain(*args), lambda: model(*args), torch.device("cuda"))

@@ -16,7 +16,8 @@ from torch import nn
 
 import kgopt
 from kgopt.rewrite import graphs
-from kgopt.rewrite.outside import Listener, Outside
+from kgopt.rewrite.graphs import machine
+from kgopt.rewrite.graphs.outside import Listener, Outside
 from test_graphs import Fake
 
 FACTOR = 2.0
@@ -77,10 +78,10 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
-    machine = Fake()
-    monkeypatch.setattr(graphs, "MACHINE", machine)
+    found = Fake()
+    monkeypatch.setattr(machine, "MACHINE", found)
     with torch.no_grad():
-        yield machine
+        yield found
 
 
 def x_of(seed=0):

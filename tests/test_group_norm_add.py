@@ -158,8 +158,8 @@ def test_refusals(change, message, device):
 
 @pytest.mark.parametrize("act", ["leaky_relu", "silu", "relu", "none"])
 def test_a_backward_within_autocast(act, device):
-    """The sum is computed again for the slopes of the activation. Autocast made float32 of it, and its gradient was half:
-    a model whose backward stands inside of the autocast, as where optimize times a step, raised an error.
+    """The sum is computed again for the slopes of the activation. Autocast made float32 of it, while its gradient was
+    half: a model whose backward stands inside of the autocast, as where optimize times a step, raised an error.
     """
     half = torch.float16 if device == "cuda" else torch.bfloat16
     x, r, dy = (torch.randn(2, 8, 5, 6, device=device, dtype=half) for _ in range(3))

@@ -14,6 +14,8 @@ import optimize_models as models
 from kgopt.rewrite import layout, policy, race, whole
 from kgopt.rewrite.transaction import LOCK
 
+TIME_BOTH = policy.time_both
+
 
 @pytest.fixture(autouse=True)
 def sites_win(monkeypatch):
@@ -201,3 +203,19 @@ def test_the_clock_is_a_clock():
     rows = "".join(done).replace("A", " A").replace("B", " B").split()
     assert {row[0] + row[1] for row in rows} == {"Aa", "Bb"}
     assert [row[0] for row in rows] == ["A", "B"] * (len(rows) // 2)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "calls"), [((0.022, 0.0215), 5), ((0.022, 0.022), 8), ((0.01, 0.015), 9), ((0.015, 0.015), 12)]
+)
+def test_a_difference_that_is_clear_ends_the_timing(seconds, calls, monkeypatch):
+    """Training of a large model was called 54 times for each question: half a minute."""
+    monkeypatch.setattr(policy, "_cuda_seconds", lambda function, device: function())
+    done = [0, 0]
+
+    def called(at):
+        done[at] += 1
+        return seconds[at]
+
+    assert TIME_BOTH(lambda: called(0), lambda: called(1), torch.device("cuda")) == seconds
+    assert done == [calls, calls]

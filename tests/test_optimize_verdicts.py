@@ -431,7 +431,8 @@ def test_layouts_are_compared_when_all_else_is_decided(seconds, wins, any_clock,
     model, x = Net().eval(), torch.randn(2, 4, 9, 8)
     kgopt.optimize(model, x)
     of = dict(asked)  # of each question, what the model was when it was asked last
-    assert of["layout given"] == of["layout given again"]  # the same form, after the other one was tried
+    if wins:  # the same form, after the other one was tried; one that lost needs no second look
+        assert of["layout given"] == of["layout given again"]
     final = of["layout channels_last"] if wins else of["layout given"]
     assert paths(model) == final
     assert layout.is_on(model) is wins

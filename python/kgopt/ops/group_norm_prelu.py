@@ -102,8 +102,10 @@ def _dims(tensors: str, results: str) -> Any:
     def of(given: dict[str, Any]) -> Dims:
         slope = given["slope"]
         letters = "C" if slope.numel() > 1 else "." * slope.dim()
-        both = (tuple(letters if t == "S" else t for t in text.split()) for text in (tensors, results))
-        return Dims(*both, "NC", (("num_groups", "G"),))
+        given_dims, result_dims = (
+            tuple(letters if t == "S" else t for t in text.split()) for text in (tensors, results)
+        )
+        return Dims(given_dims, result_dims, "NC", (("num_groups", "G"),))
 
     return of
 

@@ -107,7 +107,7 @@ def optimize(
             race.choose_recompute(whole, root, found)
         asked = channels_last is True or cuda_graph is True or recompute is True
         times = race.compare(whole) if whole is not None and measure and not asked else None
-        replay = _record(root, whole, example_inputs, cuda_graph, measure)
+        replay = _record(root, whole, example_inputs, cuda_graph, measure, times)
         if times is not None:
             race.undo_if_slower(root, found, times, replay)
     if report:
@@ -147,10 +147,17 @@ def _optimize(
     return whole
 
 
-def _record(root: nn.Module, whole: Whole | None, example_inputs: Any, cuda_graph: bool | str, measure: bool) -> float:
+def _record(
+    root: nn.Module,
+    whole: Whole | None,
+    example_inputs: Any,
+    cuda_graph: bool | str,
+    measure: bool,
+    times: race.Times | None,
+) -> float:
     """Turns CUDA graphs on, where they are asked for or pay, and records the call of the example inputs.
 
-    Seconds of a replay, where that was asked; else 0.
+    Seconds of a replay, where that was asked; else 0. ``times``: of a call without one, if that was asked.
     """
     found = known.get(root, "report")
     found.graph = ""
@@ -162,7 +169,7 @@ def _record(root: nn.Module, whole: Whole | None, example_inputs: Any, cuda_grap
     if failed:
         found.graph = f"none: {failed}"
     elif auto and whole is not None and arguments is not None:
-        return race.choose_graph(whole, root, found, *arguments)
+        return race.choose_graph(whole, root, found, *arguments, times)
     elif arguments is not None:
         graphs.record(root, *arguments)
     return 0.0

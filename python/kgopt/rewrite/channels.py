@@ -54,7 +54,7 @@ class Meanings:
         found = self.found.get(key, _UNSEEN)
         if found is None:
             return None
-        if found is _UNSEEN or not found.holds(module):
+        if found is _UNSEEN or not found.holds(module.__dict__, module._parameters):
             if _is_compiling() or self.answers >= _ANSWERS:
                 return None
             found = self.learn(module, key)

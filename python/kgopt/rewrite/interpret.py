@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from kgopt.rewrite import formulas, originals
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.formulas import Formula, UnknownFormulaError, Value
+from kgopt.rewrite.places import Places
 
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype, torch.device, slice)
 _MISSING: Any = object()
@@ -43,7 +44,7 @@ class Recognized:
     """A module's norm, and whether the module still computes it."""
 
     formula: Formula
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any, Any], bool]  # of what the module holds, and of its parameters
     looks_at_autocast: bool  # its code asks for autocast, or turns it off
 
 
@@ -57,21 +58,15 @@ class _Notes:
         self.parameters: dict[str, Any] = {}  # shape and dtype; None where there is none
         self.parameters_as: torch.dtype | None = None
         self.classes: set[str] = set()  # names that were found in the class, not in the instance
-        self.places: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        self.places = Places()
         self.looks_at_autocast = False
         self.known: set[types.CodeType] = set()
 
-    def place(self, owner: Any, name: str) -> Any:
-        """Notes an attribute of a class, module or function; its value."""
-        value = getattr(owner, name)
-        self.places[id(owner), name] = owner, name, value
-        return value
-
     def torchs(self, owner: Any, name: str) -> None:
         """Notes something of PyTorch's, which must be genuine."""
-        value = self.place(owner, name)
+        value = self.places.read(owner, name)
         if isinstance(value, types.FunctionType):
-            self.place(value, "__code__")
+            self.places.read(value, "__code__")
         if not originals.is_torchs(value):
             raise UnknownFormulaError(f"{getattr(owner, '__name__', owner)}.{name} was replaced")
 
@@ -89,9 +84,9 @@ class _Notes:
         self.known.add(code)
         if code.co_freevars not in ((), ("__class__",)):
             raise UnknownFormulaError("its forward has a closure")
-        self.place(function, "__code__")
+        self.places.read(function, "__code__")
         if function.__defaults__ is not None:
-            self.place(function, "__defaults__")
+            self.places.read(function, "__defaults__")
         if function.__kwdefaults__:
             raise UnknownFormulaError("its forward has keyword-only arguments")
         owner = sys.modules.get(function.__module__)
@@ -112,7 +107,7 @@ class _Notes:
             if value is not _MISSING and not is_error and value not in _HARMLESS:
                 raise UnknownFormulaError(f"it calls {name}")
             return
-        self.place(owner, name)
+        self.places.read(owner, name)
         if isinstance(value, (types.ModuleType, type, *_SIMPLE)) or originals.is_torchs(value):
             return
         if getattr(value, "__module__", "").split(".")[0] == "torch":
@@ -301,15 +296,15 @@ def _read(notes: _Notes, stand_in: _Self, name: str) -> Any:
             value = vars(base)[name]
             notes.classes.add(name)
             if isinstance(value, types.FunctionType) and base is not nn.Module:
-                notes.place(base, name)
+                notes.places.read(base, name)
                 notes.function(value)
                 return types.MethodType(value, stand_in)
             if isinstance(value, staticmethod):
-                notes.place(base, name)
+                notes.places.read(base, name)
                 notes.function(value.__func__)
                 return value.__func__
             if _is_simple(value):
-                notes.place(base, name)
+                notes.places.read(base, name)
                 return value
             break
     raise UnknownFormulaError(f"it reads {name}")
@@ -345,7 +340,7 @@ def recognize(
     x = _Symbol(formulas.input_value(rank, channels, axis, dtype, autocast), notes, device)
     for base in notes.cls.__mro__:
         if base is not nn.Module and "forward" in vars(base):
-            notes.place(base, "forward")
+            notes.places.read(base, "forward")
     forward = notes.cls.forward
     notes.function(forward)
     if forward.__code__.co_argcount - len(forward.__defaults__ or ()) > 2 or forward.__code__.co_argcount < 2:
@@ -369,27 +364,14 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def _checks(notes: _Notes) -> Callable[[Any], bool]:
-    """Whether all that was read of a module, and of others, is what it was."""
+def _checks(notes: _Notes) -> Callable[[Any, Any], bool]:
+    """Whether all that was read of a module (its ``__dict__`` and ``_parameters``) and of others is what it was."""
     names: dict[str, Any] = {"same": _same, "missing": _MISSING}
     terms = list(_terms(notes, names))
-    text = "def holds(module):\n    own, parameters = module.__dict__, module._parameters\n    return " + (
-        " and ".join(terms) or "True"
-    )
-    exec(_compiled(text), names)
-    holds: Callable[[Any], bool] = names["holds"]
-    return holds
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(text: str) -> types.CodeType:
-    return compile(text, __file__, "exec")
+    return notes.places.check(*terms, given="own, parameters", **names)
 
 
 def _terms(notes: _Notes, names: dict[str, Any]) -> Iterator[str]:
-    for i, (owner, name, value) in enumerate(notes.places.values()):
-        names[f"owner_{i}"], names[f"value_{i}"] = owner, value
-        yield f"owner_{i}.{name} {'==' if name == '__defaults__' else 'is'} value_{i}"
     for i, (name, value) in enumerate(notes.attributes.items()):
         names[f"attribute_{i}"] = value
         found = f"own.get({name!r}, missing)"

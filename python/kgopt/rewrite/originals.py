@@ -5,8 +5,7 @@ in turn: ``nn.GroupNorm.forward``, ``nn.Module.__call__``, ``F.group_norm``, ``t
 runs: :func:`untouched` compares the places that such a call looks up with the objects that were there when kgopt was
 imported. An object that was no part of PyTorch by then counts as replaced for ever.
 
-A comparison is an attribute and an ``is`` in one function without a loop: it runs at every call of a site. A compiler
-that traces it guards the same places.
+The comparison is that of :mod:`~kgopt.rewrite.places`: it runs at every call of a site.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kgopt.rewrite.places import Places
 from kgopt.torch_private import nn_functions
 
 Place = tuple[Any, str]  # an object, and the attribute of it that a call looks up
@@ -256,21 +256,10 @@ class _Owner:
 
 @functools.cache
 def _untouched(places: tuple[tuple[_Owner, str], ...]) -> Callable[[], bool]:
-    # Globals of its own: closures are looked up more slowly.
-    names: dict[str, Any] = {}
-    owners: dict[_Owner, str] = {}
-    terms = []
-    for i, (owner, name) in enumerate(places):
-        at = owners.setdefault(owner, f"owner_{len(owners)}")
-        names[at], names[f"own_{i}"] = owner.owner, _value((owner.owner, name))
-        same = "==" if name == "__defaults__" else "is"  # in traced code a tuple is another one
-        terms.append(f"{at}.{name} {same} own_{i}")
-    names["exporting"] = torch.compiler.is_exporting
-    names["recorded"] = functools.partial(_are_recorded, [(owner.owner, name) for owner, name in places])
-    text = f"def untouched():\n    return ({' and '.join(terms) or 'True'}) or (exporting() and recorded())"
-    exec(compile(text, __file__, "exec"), names)
-    found: Callable[[], bool] = names["untouched"]
-    return found
+    looked_up = [(owner.owner, name) for owner, name in places]
+    recorded = functools.partial(_are_recorded, looked_up)
+    held = Places((owner, name, _value((owner, name))) for owner, name in looked_up)
+    return held.check(otherwise="exporting() and recorded()", exporting=torch.compiler.is_exporting, recorded=recorded)
 
 
 def _are_recorded(places: list[Place]) -> bool:

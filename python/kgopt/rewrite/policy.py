@@ -46,6 +46,7 @@ _is_compiling = torch.compiler.is_compiling
 REFERENCE_ELEMENTS = 2**26  # of x, above which a float64 reference is too dear: a part of x says what the errors are
 SHAPES = 8  # at which a chain is measured; a model that sees a new size at every call is not held up at each
 LONG = 0.2  # seconds: what takes longer is timed once
+SHORT = 0.02  # seconds: what takes longer waits for no launches, so it is timed alone, and in fewer rounds
 
 
 _claiming = threading.Lock()
@@ -139,7 +140,7 @@ def needs_grad(x: Tensor, norm: NormArgs, conv: ConvArgs | None) -> bool:
     """Will a backward go through this?"""
     if not torch.is_grad_enabled():
         return False
-    parameters = (norm.weight, norm.bias, norm.slope)
+    parameters: tuple[Any, ...] = (norm.weight, norm.bias, norm.slope)
     parameters = parameters if conv is None else (*parameters, conv.weight, conv.bias)
     # As a rule the first of them says yes, before there is a generator.
     return x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
@@ -376,8 +377,8 @@ def _double(t: Any) -> Any:
 def time_both(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
     """Seconds a call of two functions, taken in turn; the smallest of a few.
 
-    On CUDA of seven at least, and for 0.15 s: a process that has just started launches slowly, and would be taken for a
-    model that waits for its launches.
+    On CUDA for 0.15 s, or until every time of the one is below every time of the other. Of what may wait for its
+    launches seven at least: a process that has just started launches slowly, and would be taken for a model that does.
     """
     timer = _cuda_seconds if device.type == "cuda" else _cpu_seconds
     once = []
@@ -386,11 +387,29 @@ def time_both(first: Callable[[], Any], second: Callable[[], Any], device: torch
         once.append(timer(function, device))
     if max(once) > LONG:
         return once[0], once[1]
-    rounds = max(7, min(40, int(0.15 / max(*once, 1e-6)))) if device.type == "cuda" else 3
     best = once
-    for _ in range(rounds):
-        best = [min(b, timer(f, device)) for b, f in zip(best, (first, second), strict=True)]
+    rounds: list[list[float]] = []
+    while not _are_enough(rounds, max(best), device):
+        rounds.append([timer(function, device) for function in (first, second)])
+        best = [min(pair) for pair in zip(best, rounds[-1], strict=True)]
     return best[0], best[1]
+
+
+def _are_enough(rounds: list[list[float]], seconds: float, device: torch.device) -> bool:
+    """Whether two functions, the longer of which takes so long, have been timed often enough."""
+    if device.type != "cuda":
+        return len(rounds) >= 3
+    if len(rounds) >= max(3, min(40, int(0.15 / max(seconds, 1e-6)))):
+        return True
+    if len(rounds) < (7 if seconds < SHORT else 3):
+        return False
+    first, second = zip(*rounds, strict=True)
+    return max(first) < min(second) or max(second) < min(first)
+
+
+def seconds_once(function: Callable[[], Any], device: torch.device) -> float:
+    """Of one call."""
+    return (_cuda_seconds if device.type == "cuda" else _cpu_seconds)(function, device)
 
 
 def _cpu_seconds(function: Callable[[], Any], device: torch.device) -> float:
@@ -418,7 +437,8 @@ def clock_both(
     """Seconds a call of two functions by the clock, with all that the host does: medians of rows of calls in turn.
 
     The device is idle before and after a row. Rows are repeated until the two are further apart than half of the
-    rows are from each other, or one second is over; 7 rows of each at least, and one of a function that takes long.
+    rows are from each other, or one second is over; 7 rows of each at least, 3 of one call each where a call takes more
+    than :data:`SHORT`, and one where it takes more than :data:`LONG`.
     ``ready``: what is done before a row of each, and one more call of it, whose time does not count.
     """
     synchronize = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _nothing
@@ -443,13 +463,13 @@ def clock_both(
         once.append(clock(at, 1))
     if max(once) > LONG:
         return clock(0, 1), clock(1, 1)
-    calls = max(3, min(50, int(0.01 / max(*once, 1e-6))))
+    calls = max(3, min(50, int(0.01 / max(*once, 1e-6)))) if max(once) < SHORT else 1
     rows: tuple[list[float], list[float]] = ([], [])
     end = time.perf_counter() + 1.0
     while True:
         for at, found in enumerate(rows):
             found.append(clock(at, calls))
-        if len(rows[0]) < 7:
+        if len(rows[0]) < (3 if min(*rows[0], *rows[1]) > SHORT else 7):
             continue
         a, b = (sorted(found) for found in rows)
         half = len(a) // 2
@@ -464,7 +484,7 @@ def _nothing() -> None:
 
 def busy_both(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
     """Seconds of work on the GPU of two functions: they are launched while it is kept busy with something else."""
-    best = []
+    best: list[float] = []
     for function in (first, second):
         torch.cuda.synchronize(device)
         start = time.perf_counter()
@@ -476,7 +496,10 @@ def busy_both(first: Callable[[], Any], second: Callable[[], Any], device: torch
             keep_busy(cycles)
             return _cuda_seconds(function, device)
 
-        best.append(min(behind() for _ in range(3)))
+        found = behind()
+        if not best or found < 2 * best[0]:  # else more of them would not help it
+            found = min(found, behind(), behind())
+        best.append(found)
     return best[0], best[1]
 
 

@@ -79,12 +79,20 @@ def undo_if_slower(root: nn.Module, found: Report, times: Times, replay: float) 
             row.became, row.reason = "", "the whole model is slower"
 
 
-def choose_graph(whole: Whole, root: nn.Module, found: Report, args: Any, kwargs: Any) -> float:
+def choose_graph(whole: Whole, root: nn.Module, found: Report, args: Any, kwargs: Any, times: Times | None) -> float:
     """Records the call of the example inputs, where replays are faster; else turns recording off, and says why.
 
-    Seconds of a replay by the clock; 0 where there is none.
+    Seconds of a replay by the clock; 0 where there is none. ``times``: of a call as it is, if that was asked: one that
+    was busy may have become a short one.
     """
-    (seconds,), asked_before = whole.settle(f"graph {_form(root)}", lambda: [graphs.record(root, args, kwargs)])
+    if whole.busy and (times is None or times.after > graphs.LONG):
+        found.graph = f"none: {graphs.BUSY}"
+        graphs.set_mode(root, False)
+        return 0.0
+    asks = whole.busy is None
+    (seconds,), asked_before = whole.settle(
+        f"graph {_form(root)}", lambda: [graphs.record(root, args, kwargs, asks=asks)]
+    )
     if asked_before and seconds and not graphs.record(root, args, kwargs, seconds):
         seconds = 0.0
     if not seconds:

@@ -96,12 +96,13 @@ class Whole:
         self.seed = torch.initial_seed()
         self.device = torch.device("cpu")
         self.key = ""
-        self.device = torch.device("cpu")
         self.draws = False  # did the last call draw random numbers?
         self._steps: bool | None = None  # is a backward timed, too? None: not tried yet
+        self._row = 0  # calls that are timed at once; 0: not tried yet
         self.expected: Any = None  # the original code's outputs
         self.error = 0.0  # of the sites' outputs, in the layout that the model came in
         self.asked: list[bool] = []  # of each question, whether the answer was known
+        self.busy: bool | None = None  # are its launches over long before its work? None: nobody asked
         self.replays = False  # calls will be replayed as CUDA graphs: what launches take does not count
 
     @property
@@ -141,7 +142,8 @@ class Whole:
             digest = fingerprint.of_model(self.root, self.example, self.options)
             self.key = verdicts.key_of("model", self.device, digest)
         if choosing and replays and graphs.may_pay(self.root, self.example):
-            self.replays = self.can_be_recorded()
+            self.busy = self.says("busy", graphs.is_busy, self.device)
+            self.replays = not self.busy and self.says("can be recorded", graphs.can_record)
         if channels_last is True:
             found.layout = layout.ask_for(self.root)
             self.forget()
@@ -166,13 +168,11 @@ class Whole:
             if state is not None and original is not None and state.lost_everywhere:
                 become(module, original)
 
-    def can_be_recorded(self) -> bool:
-        """Whether a call of the example inputs can be replayed as a CUDA graph."""
+    def says(self, question: str, ask: Callable[..., bool], *more: Any) -> bool:
+        """The answer about a call of the example inputs."""
         args, kwargs = arguments_of(self.example)
-        (can,), _ = self.settle(
-            "can be recorded", lambda: [float(graphs.can_record(self.root, args, kwargs, self.device))]
-        )
-        return bool(can)
+        (answer,), _ = self.settle(question, lambda: [float(ask(self.root, args, kwargs, *more))])
+        return bool(answer)
 
     def forget(self) -> None:
         """Sites measure themselves again, in another layout."""
@@ -184,8 +184,8 @@ class Whole:
     def seconds(self, question: str, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[float, float]:
         """Of a call of two forms of the model, measured unless an equal model was asked the same.
 
-        On CUDA of a few calls in a row, as models are used: of a single one that finds the GPU idle, the launches of
-        what comes first are most.
+        On CUDA of a few short calls in a row, as models are used: of a single one that finds the GPU idle, the launches
+        of what comes first are most.
         """
 
         def measure() -> list[float]:
@@ -194,21 +194,30 @@ class Whole:
                     found = graphs.seconds_of_replays(first, second, self.device)
                 if found is not None:
                     return list(found)
-            row = 3 if self.device.type == "cuda" else 1
-
-            def in_a_row(form: Callable[[], Any]) -> Callable[[], Any]:
-                def run() -> None:
-                    for _ in range(row):
-                        form()
-
-                return run
-
             with trial(self.root, self.root.training):
+                row = self.row(first)
+
+                def in_a_row(form: Callable[[], Any]) -> Callable[[], Any]:
+                    def run() -> None:
+                        for _ in range(row):
+                            form()
+
+                    return run
+
                 return [t / row for t in policy.time_both(in_a_row(first), in_a_row(second), self.device)]
 
         (before, after), known = self.settle(f"{question} replayed" if self.replays else question, measure)
         self.asked.append(known)
         return before, after
+
+    def row(self, form: Callable[[], Any]) -> int:
+        """How many calls are timed at once. Within a trial."""
+        if self.device.type != "cuda":
+            return 1
+        if not self._row:
+            form()  # what a first call takes says nothing of the others
+            self._row = 3 if policy.seconds_once(form, self.device) < policy.SHORT else 1
+        return self._row
 
     def settle(self, question: str, measure: Callable[[], list[float]]) -> tuple[Any, bool]:
         """The answer for this model and these inputs, and whether it was known."""
@@ -397,7 +406,7 @@ class Whole:
             why = f"channels_last fails: {str(error).splitlines()[0]}"
         layout.set_layout(self.root, False)
         self.take(given)
-        if not why:  # a clock that went down or up meanwhile shows
+        if not why and after < before:  # a clock that went up meanwhile shows
             before = min(before, self.layout_seconds("given again"))
         times = f"channels_last {after * 1e3:.2f} ms, as it was {before * 1e3:.2f} ms"
         if why or after >= before:
@@ -419,7 +428,8 @@ class Whole:
 
     def layout_seconds(self, layout: str) -> float:
         """Of a call in the form that the model now has."""
-        return min(self.seconds(f"layout {layout}", self.timed, self.timed))
+        timed = self.timed
+        return min(self.seconds(f"layout {layout}", timed, timed))
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

@@ -30,6 +30,7 @@ from kgopt.rewrite.classes import Part, Stand
 from kgopt.rewrite.meanings import UNKNOWN, describe_function, is_identity
 from kgopt.rewrite.modules import has_own_methods, is_as_is
 from kgopt.rewrite.norms import LEAVES
+from kgopt.rewrite.places import Places
 from kgopt.rewrite.roles import role_of
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.source.code import CannotRewriteError, parse
@@ -79,8 +80,7 @@ class _Reading:
         self.tests: dict[tuple[str, bool], bool] = {}
         self.steps: list[tuple[str, Any]] = []  # a child's name, or "" and the function with its activation's name
         self.is_normed = self.casts = self.calls_base = False
-        self.names: dict[str, Any] = {}  # globals that are read
-        self.attributes: list[tuple[Any, str, Any]] = []
+        self.places = Places()  # global names, attributes of modules, what super() reaches
         arguments = self.tree.args
         given = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
         if len(given) != 2 or arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults:
@@ -190,9 +190,11 @@ class _Reading:
             return False
         if owner is None or "super" in self.function.__globals__:
             return False
-        mro = self.cls.__mro__
-        self.attributes += [(c, "forward", self.base.forward) for c in mro[mro.index(owner) + 1 : mro.index(self.base)]]
-        return all(c.forward is own for c, name, own in self.attributes if name == "forward")
+        mro, own = self.cls.__mro__, self.base.forward
+        between = mro[mro.index(owner) + 1 : mro.index(self.base)]
+        for cls in between:
+            self.places.add(cls, "forward", own)
+        return all(cls.forward is own for cls in between)
 
     def norm(self, args: list[ast.expr], keywords: list[ast.keyword], certain: bool) -> int:
         given = dict(zip(_ARGUMENTS, args[1:], strict=False)) | {str(w.arg): w.value for w in keywords}
@@ -213,14 +215,11 @@ class _Reading:
     def resolved(self, e: ast.expr) -> Any:
         """What a global name such as ``F.group_norm`` stands for."""
         if isinstance(e, ast.Name) and e.id not in self.locals and e.id in self.function.__globals__:
-            self.names[e.id] = self.function.__globals__[e.id]
-            return self.names[e.id]
+            return self.places.read(self.function.__globals__, e.id)
         if isinstance(e, ast.Attribute):
             owner = self.resolved(e.value)
-            found = getattr(owner, e.attr, None) if isinstance(owner, types.ModuleType) else None
-            if found is not None:
-                self.attributes.append((owner, e.attr, found))
-            return found
+            if isinstance(owner, types.ModuleType) and getattr(owner, e.attr, None) is not None:
+                return self.places.read(owner, e.attr)
         return None
 
 
@@ -252,20 +251,6 @@ def _is_plain(cls: Any) -> bool:
     return same and all(getattr(cls, n, None) is None for n in hidden)
 
 
-def _unchanged(places: list[tuple[Any, str, Any]]) -> Any:
-    """A function that says whether attributes (of a dict: items) are still these objects, without a loop: it runs at
-    each call.
-    """
-    names: dict[str, Any] = {}
-    terms = []
-    for i, (owner, name, value) in enumerate(places):
-        names[f"owner_{i}"], names[f"own_{i}"] = owner, value
-        found = f"owner_{i}.get({name!r})" if isinstance(owner, dict) else f"owner_{i}.{name}"
-        terms.append(f"{found} is own_{i}")
-    exec(f"def unchanged():\n    return {' and '.join(terms)}", names)
-    return names["unchanged"]
-
-
 class Derived:
     """Of a made class: what its norm is, and whether it is still that."""
 
@@ -274,12 +259,12 @@ class Derived:
         self.base, self.cls, self.form = base, cls, form
         self.kind = "group" if issubclass(base, nn.GroupNorm) else "instance"
         seen = cls.forward
-        places = [(cls, "forward", seen), (seen, "__code__", seen.__code__)]
-        places += [(cls, name, getattr(base, name)) for name in _looked_up(base)]
-        if reading is not None:
-            places += [(seen.__globals__, name, value) for name, value in reading.names.items()]
-            places += reading.attributes
-        self.is_unchanged = _unchanged(places)
+        places = Places() if reading is None else reading.places
+        places.add(cls, "forward", seen)
+        places.read(seen, "__code__")
+        for name in _looked_up(base):
+            places.add(cls, name, getattr(base, name))
+        self.is_unchanged = places.check()
         self.casts = reading is not None and reading.casts
         methods = originals.methods(_CASTS) if self.casts else ()
         self.is_torch_untouched = originals.untouched(*originals.called(base), *methods)

@@ -21,6 +21,7 @@ from torch import nn
 
 from kgopt.rewrite import meanings
 from kgopt.rewrite.meanings import describe_function, describe_method
+from kgopt.rewrite.places import Places
 from kgopt.rewrite.source.code import CannotRewriteError, parse
 
 _SCALARS = (bool, int, float, str, type(None))
@@ -50,27 +51,18 @@ class Small:
     def __init__(self, cls: Any) -> None:
         self.cls = cls
         self.forward = cls.forward
-        self.places: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        self.places = Places()
         self.names = self._names()
         self.known: dict[tuple[Any, ...], Act | str | None] = {}
         for name in ("forward", "__call__", "_call_impl", "__getattr__", "__getattribute__"):
-            self._rests_on(cls, name, getattr(cls, name))
-
-    def _rests_on(self, owner: Any, name: str, value: Any) -> None:
-        self.places[id(owner), name] = owner, name, value
+            self.places.read(cls, name)
+        self.is_unchanged = self.places.check()  # is all that was read still there?
 
     def _names(self) -> tuple[str, ...]:
         tree = parse(self.forward)
         own = tree.args.args[0].arg
         nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
         return tuple(dict.fromkeys(n.attr for n in nodes if n.value.id == own))  # type: ignore[attr-defined]
-
-    def is_unchanged(self) -> bool:
-        """Whether all that was read is still there."""
-        for owner, name, value in self.places.values():
-            if (owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)) is not value:
-                return False
-        return True
 
     def means(self, module: Any, training: bool | None = None) -> Act | str | None:
         """An activation, :data:`_X` for nothing, or None."""
@@ -85,7 +77,10 @@ class Small:
         if key not in self.known:
             if torch.compiler.is_compiling() or len(self.known) > 64:
                 return None
+            count = len(self.places)
             self.known[key] = self._read(dict(zip(self.names, values, strict=True)))
+            if len(self.places) > count:  # the other branches call other functions
+                self.is_unchanged = self.places.check()
         return self.known[key]
 
     def _read(self, own: dict[str, Any]) -> Act | str | None:
@@ -103,8 +98,8 @@ class Small:
         tree = parse(function)
         if depth > _DEEP or function.__code__.co_cellvars or function.__code__.co_freevars:
             raise _UnreadError
-        self._rests_on(function, "__code__", function.__code__)
-        self._rests_on(function, "__defaults__", function.__defaults__)
+        self.places.read(function, "__code__")
+        self.places.read(function, "__defaults__")
         reading = _Reading(self, function, values, depth)
         found, result = reading.run(tree.body)
         if not found:
@@ -186,7 +181,8 @@ class _Reading:
         if function is None:
             if not isinstance(e.func, ast.Attribute) or not self.is_x(self.value(e.func.value)):
                 raise _UnreadError
-            self.small._rests_on(torch.Tensor, e.func.attr, getattr(torch.Tensor, e.func.attr, None))
+            if hasattr(torch.Tensor, e.func.attr):
+                self.small.places.read(torch.Tensor, e.func.attr)
             return self.act(describe_method(e.func.attr, args, words))
         node = describe_function(function, args[1:], words) if args and self.is_x(args[0]) else None
         if node is not None:
@@ -214,13 +210,11 @@ class _Reading:
         """What a global name stands for; None for none."""
         names = self.function.__globals__
         if isinstance(e, ast.Name) and e.id not in self.function.__code__.co_varnames and e.id in names:
-            self.small._rests_on(names, e.id, names[e.id])
-            return names[e.id]
+            return self.small.places.read(names, e.id)
         if isinstance(e, ast.Attribute):
             owner = self.resolved(e.value)
             if isinstance(owner, types.ModuleType) and hasattr(owner, e.attr):
-                self.small._rests_on(owner, e.attr, getattr(owner, e.attr))
-                return getattr(owner, e.attr)
+                return self.small.places.read(owner, e.attr)
         return None
 
 

@@ -16,20 +16,21 @@ import functools
 import gc
 import io
 import logging
-import operator
 import os
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from kgopt.rewrite.places import Places
+
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _CODE_LIKE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CLOCKS = ("time", "posix", "nt", "select", "_socket")  # modules whose functions a replay cannot stand for
 MOST = 256  # entries of a container that is compared; larger ones are registers, such as sys.modules
@@ -112,52 +113,36 @@ def _effect(function: Any) -> str:
     return ""
 
 
-class Outside:
+class Outside(Places):
     """Places outside of a model that its code reads."""
 
     def __init__(self, codes: Mapping[types.CodeType, dict[str, Any]]) -> None:
-        names: dict[int, tuple[Any, dict[str, None]]] = {}  # by the id of a namespace: it, and what is read of it
+        super().__init__()
         self.objects: list[Any] = []  # that the names mean, whose contents matter, too
         for code, variables in codes.items():
             is_torch = code.co_filename.startswith(_TORCH)
             for chain in _chains(code):
-                self._follow(chain, variables, is_torch, names)
-        self.picks = [(_pick(tuple(read)), space) for space, read in names.values() if read]
-        self.cells = _cells(codes)
-        self.objects += [value for value in map(_content, self.cells) if _has_contents(value)]
+                self._follow(chain, variables, is_torch)
+        for cell in _cells(codes):
+            value = self.read(cell, "cell_contents")
+            if _has_contents(value):
+                self.objects.append(value)
 
-    def _follow(self, chain: tuple[str, ...], variables: Any, is_torch: bool, names: Any) -> None:
+    def _follow(self, chain: tuple[str, ...], variables: Any, is_torch: bool) -> None:
         held: Any = None
         space: Any = variables if chain[0] in variables else vars(builtins)
-        for name in chain:
+        for i, name in enumerate(chain):
             if space is None or name not in space:
                 break  # its attribute is computed, or is a method of a built-in type
             value = space[name]
             if is_torch and not isinstance(value, _CODE_LIKE):
                 return  # PyTorch's own state: its switches are compared by name
-            names.setdefault(id(space), (space, {}))[1][name] = None
+            self.add(space, name, value)
             if not _is_method_of(value, held):
                 held = value
-            following = chain[chain.index(name) + 1 :]
-            space = _place(value, following[0]) if following else None
+            space = _place(value, chain[i + 1]) if i + 1 < len(chain) else None
         if not is_torch and _has_contents(held):
             self.objects.append(held)
-
-    def values(self) -> list[Any]:
-        """What the places hold now.
-
-        Raises:
-            KeyError, ValueError: one of them is gone.
-        """
-        found: list[Any] = []
-        for pick, space in self.picks:
-            found += pick(space)
-        found += [cell.cell_contents for cell in self.cells]
-        return found
-
-
-def _pick(names: tuple[str, ...]) -> Callable[[Any], Any]:
-    return operator.itemgetter(*names, names[0])  # of one name alone it would give no tuple
 
 
 def _place(value: Any, name: str) -> Any:

@@ -1,0 +1,164 @@
+"""The device: recording what a call launches, and replaying it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kgopt.rewrite import policy
+from kgopt.torch_private import clear_blas_workspaces, end_allocation_to_pool
+
+LONG = 0.03  # seconds of a call whose launches "auto" looks at first
+
+
+class Cuda:
+    """Recording and replaying on a GPU. Tests put another one in its place."""
+
+    def takes(self, t: Tensor) -> bool:
+        """Whether a tensor is where calls can be recorded."""
+        return t.is_cuda
+
+    def is_recording(self) -> bool:
+        """Whether somebody records what runs now."""
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+    def seconds(self, first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+        """Of a call of each."""
+        return policy.clock_both(first, second, device)
+
+    def is_busy(self, call: Callable[[], Any], device: torch.device) -> bool:
+        """Whether a long call's work takes much longer than its launches: a recording would hold memory for nothing."""
+        call()
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        launched = time.perf_counter() - start
+        torch.cuda.synchronize(device)
+        worked = time.perf_counter() - start
+        return worked > LONG and launched < 0.5 * worked
+
+    def lane(self, device: torch.device) -> Lane:
+        """Where the calls of one model are recorded and replayed."""
+        return Lane(device)
+
+
+class Lane:
+    """The recordings of one model on one GPU: one memory pool, and one replay after the other.
+
+    They share memory, so a replay waits for the one before it, on whichever stream that ran.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            self.pool = torch.cuda.graph_pool_handle()
+            self.side = torch.cuda.Stream(device)
+            self.done = torch.cuda.Event()
+        self.last: Any = None  # the stream of the last replay
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """On a stream of its own, as what is recorded afterwards. The replays before are over."""
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream(self.device)
+            self.wait(current)
+            self.side.wait_stream(current)
+            try:
+                with torch.cuda.stream(self.side):
+                    yield
+            finally:
+                current.wait_stream(self.side)
+
+    def wait(self, current: Any) -> None:
+        """Has a stream wait for the last replay."""
+        if self.last is not None and self.last != current:
+            current.wait_event(self.done)
+
+    def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """What replays a call, and its result, which each replay writes anew.
+
+        A capture that fails is ended, and the allocator is told so.
+        """
+        gc.collect()  # a graph that is freed within a capture ends it
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.device(self.device):
+                torch.cuda.synchronize(self.device)
+                # In the capture cuBLAS's workspaces come from the pool then: no other graph has them. A thread beside
+                # this one may be about to use the one that it has.
+                alone = threading.active_count() == 1
+                if alone:
+                    clear_blas_workspaces()
+                torch.cuda.empty_cache()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.stream(self.side):
+                    result = self._capture(graph, call)
+                if alone:
+                    clear_blas_workspaces()
+        finally:
+            if collects:
+                gc.enable()
+        return graph.replay, result
+
+    def _capture(self, graph: Any, call: Callable[[], Any]) -> Any:
+        graph.capture_begin(self.pool, capture_error_mode="thread_local")
+        try:
+            result = call()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # what failed may have made the capture void
+                self._end(graph)
+            raise
+        self._end(graph)
+        return result
+
+    def _end(self, graph: Any) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            if not _has_ended(graph):  # of a void capture PyTorch does not tell its allocator
+                end_allocation_to_pool(self.device, self.pool)
+            raise
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """One replay, with what comes before and after it, on the caller's stream."""
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream(self.device)
+            self.wait(current)
+            try:
+                yield
+            finally:
+                self.last = current
+                self.done.record(current)
+
+    def settle(self) -> None:
+        """Waits for the last replay, whose memory may be given back then."""
+        if self.last is not None:
+            with contextlib.suppress(RuntimeError):
+                self.done.synchronize()
+
+    @property
+    def held(self) -> int:
+        """Bytes of the pool."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self.pool))
+
+
+def _has_ended(graph: Any) -> bool:
+    """Whether a capture was ended as PyTorch means it: then the graph gives its pool back itself."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
+
+
+MACHINE: Any = Cuda()
