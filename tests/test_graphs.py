@@ -276,7 +276,7 @@ def test_decisions_about_a_model_that_is_replayed_leave_launches_out(fake, auto,
     """
     monkeypatch.setattr(whole, "chooses", lambda device: True)
     model = auto()
-    assert fake.recorded == 5, "to see whether it can be, for three questions about layouts, itself"
+    assert fake.recorded == 4, "to see whether it can be, for two questions about layouts, itself"
     assert fake.asked == 1, "the recording takes the first answer"
     assert replays(fake, model, x_of())
     kgopt.forget()
