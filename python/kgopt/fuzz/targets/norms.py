@@ -154,8 +154,10 @@ def _group_norm_prelu_backward() -> Target:
 
     def theirs(case: Case) -> str:
         # The gradient of a residual is that of the PReLU's argument.
-        given = "residual=residual, slope=slope"
-        return f"vjp(lambda {given}: {REF}.group_norm_prelu_ref({_preluded(case)}), dict({given}), dy)"
+        given, kept = "residual=residual, slope=slope", case["tensors"]["slope"]["dtype"]
+        # Beside float32 parameters all of it is computed in float32; the search rounds the first result alone.
+        rounded = f"lambda dz, d: (dz, d if d.dtype == torch.float64 else d.to(torch.{kept}))"
+        return f"({rounded})(*vjp(lambda {given}: {REF}.group_norm_prelu_ref({_preluded(case)}), dict({given}), dy))"
 
     return Target(
         "group_norm_prelu_backward", 3, draw, ours, theirs, ("op",), before=before, grads=(), wide=("weight", "bias")
