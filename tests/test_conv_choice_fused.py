@@ -9,7 +9,7 @@ from plan_problems import CASES, DTYPES, GPUS, dev, make_problem
 
 def test_choice_can_be_forced_and_says_why() -> None:
     problem, _ = make_problem(3, 24, (24, 32, 32), (3, 3, 3))
-    for backend, path in (("kgopt", "implicit_gemm"), ("aten", "aten")):
+    for backend, path in (("kgopt", "few_channels"), ("aten", "aten")):
         choice = dev.choose_conv(problem, backend=getattr(dev.ConvBackend, backend))
         assert choice.path.name == path
         assert "asked for" in choice.explain()

@@ -433,6 +433,7 @@ inline FewChannelsPlan plan_few_channels(const ConvProblem& q, const DeviceLimit
   const bool lse = q.epilogue == ConvEpilogue::kResidualLse;
   const bool store = q.epilogue == ConvEpilogue::kStore;
   if (!lse && !store && q.epilogue != ConvEpilogue::kStats) return refuse("this epilogue stores and reduces");
+  if (store && !q.planar && q.c_in > 8) return refuse("stores channels_last from at most 8 channels");
   if (store && p.math == ConvMath::kTf32x3) return refuse("wgmma's sums are not exact enough without TF32");
   int64_t taps = 1;
   for (int i = 0; i < 3; ++i) {
