@@ -160,8 +160,8 @@ def ran(monkeypatch):
         found.append(self.chain.label)
         return run(self, *operands, **more)
 
-    def recorded_added(self, norm, x, other, act):
-        y = run_added(self, norm, x, other, act)
+    def recorded_added(self, norm, x, other, act, *more):
+        y = run_added(self, norm, x, other, act, *more)
         found.extend([] if y is None else [f"{self.chain.label} → sum"])
         return y
 

@@ -128,8 +128,8 @@ def ran(monkeypatch):
         found.append(self.chain.post)
         return run(self, *operands, **more)
 
-    def recorded_added(self, norm, x, other, act):
-        y = run_added(self, norm, x, other, act)
+    def recorded_added(self, norm, x, other, act, *more):
+        y = run_added(self, norm, x, other, act, *more)
         found.extend([] if y is None else [f"sum {act}"])
         return y
 
