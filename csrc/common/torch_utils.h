@@ -124,6 +124,10 @@ inline ActChain check_act(const char* op, const std::string& act, const char* ar
   return chain;
 }
 
+// At a multiple of 16 bytes, where vectors and bulk copies can read it.
+inline bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
+inline Tensor aligned(const Tensor& t) { return is_aligned(t) ? t : torch::stable::clone(t); }
+
 // The rule of torch's suggest_memory_format for rank 4 and 5: strides that order the dims as N, spatial, C.
 // Ambiguous shapes (C == 1, or all spatial sizes 1) resolve as torch resolves them.
 inline bool is_channels_last(const Tensor& t) {

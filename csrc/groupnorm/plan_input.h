@@ -30,12 +30,12 @@ struct NormPlanInput {
   int64_t smem_per_sm = 228 << 10;  // of a multiprocessor
 
   bool backward() const { return tensors == 2; }
-  // `residual`: added between the norm and `act`, by the kernels that take any chain.
-  void set_activations(const ActChain& pre, const ActChain& act, bool residual = false) {
+  // `extended`: a residual or a PReLU stands between the norm and `act`, for which the kernels for any chain look.
+  void set_activations(const ActChain& pre, const ActChain& act, bool extended = false) {
     const Chain pre_kind = chain_kind(pre), kind = norm_chain_kind(act);
-    long_chain = residual ? !(pre.empty() && (act.empty() || is_two_lines(act))) : !is_compiled_in(pre, act);
-    plain = pre_kind == Chain::kNone && chain_kind(act) != Chain::kAny && !residual;
-    holds = pre_kind != Chain::kAny && kind != Chain::kAny && (!backward() || kind != Chain::kSilu) && !residual;
+    long_chain = extended ? !(pre.empty() && (act.empty() || is_two_lines(act))) : !is_compiled_in(pre, act);
+    plain = pre_kind == Chain::kNone && chain_kind(act) != Chain::kAny && !extended;
+    holds = pre_kind != Chain::kAny && kind != Chain::kAny && (!backward() || kind != Chain::kSilu) && !extended;
   }
 };
 

@@ -165,10 +165,6 @@ inline ConvGradients all_gradients(const Tensor& x, const SomeConvGradients& g) 
   return {one(0), one(1), one(2)};
 }
 
-// cuDNN has kernels of gradients that fail where an address is no multiple of 16, and with them the CUDA context.
-inline bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0; }
-inline Tensor aligned(const Tensor& t) { return is_aligned(t) ? t : torch::stable::clone(t); }
-
 // PyTorch keeps cuDNN's plans by the layout of one operand, and one channel's or one position's is contiguous to it
 // whatever that of the other. So that the plan of two contiguous tensors is not taken for one of these, nor left to be
 // taken: channels_last strides beside a channels_last tensor.
@@ -195,6 +191,7 @@ inline SomeConvGradients conv_gradients_aten(const Tensor& given_dy, const Tenso
   if (!mask[0] && !mask[1] && !mask[2]) return {};
   Tensor dy = given_dy, x = given_x, narrow = as_type_of(weight, x);
   if (x.is_cuda()) {
+    // cuDNN has kernels of gradients that fail where an address is no multiple of 16, and with them the CUDA context.
     dy = aligned(laid_like(dy, given_x)), x = aligned(laid_like(x, given_dy)), narrow = aligned(narrow);
   }
   Tensor dx, dweight, dbias;

@@ -17,12 +17,8 @@ namespace {
 using torch::stable::accelerator::DeviceGuard;
 
 // Dense so, and where copies of 16 bytes can read it.
-Tensor aligned_in(const Tensor& t, MemoryFormat format) {
-  const Tensor dense = dense_in(t, format);
-  return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : torch::stable::clone(dense);
-}
-Tensor channels_innermost(const Tensor& t) { return aligned_in(t, channels_last_format(t.dim())); }
-Tensor planar(const Tensor& t) { return aligned_in(t, MemoryFormat::Contiguous); }
+Tensor channels_innermost(const Tensor& t) { return aligned(dense_in(t, channels_last_format(t.dim()))); }
+Tensor planar(const Tensor& t) { return aligned(dense_in(t, MemoryFormat::Contiguous)); }
 
 WgradTensor wgrad_tensor(const Tensor& t, int rank) {
   WgradTensor w{};
@@ -266,7 +262,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
         if (!all->dx_tap_columns.refusal) able.push_back({ConvPath::kTapColumns, all->dx_tap_columns});
         if (!all->dx_position_rows.refusal) able.push_back({ConvPath::kPositionRows, all->dx_position_rows});
         if (!all->dx_few.refusal) able.push_back({ConvPath::kFewChannels, all->dx_few});
-        if (!all->head.refusal) able.push_back({ConvPath::kDirect, all->head});
+        if (!all->head.refusal) able.push_back({ConvPath::kHead, all->head});
         auto run = [&](const Dx& plan) { std::holds_alternative<AtenPlan>(plan) ? by_aten(0) : void(make_dx(plan)); };
         dx_plan = tuned_gradient(args, shape, ConvTuned::kInputGradient, dx_plan, able, run);
       }
@@ -274,7 +270,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
         std::vector<std::pair<ConvPath, Dweight>> able{{ConvPath::kAten, AtenPlan()}};
         if (!all->dweight.refusal) able.push_back({ConvPath::kTapColumns, all->dweight});
         if (!all->dweight_few.refusal) able.push_back({ConvPath::kFewChannels, all->dweight_few});
-        if (!all->head.refusal) able.push_back({ConvPath::kDirect, all->head});
+        if (!all->head.refusal) able.push_back({ConvPath::kHead, all->head});
         auto run = [&](const Dweight& plan) {
           std::holds_alternative<AtenPlan>(plan) ? by_aten(1) : void(make_dweight(plan, false));
         };

@@ -187,7 +187,7 @@ inline ConvPath choose_by_table(const ConvProblem& problem, const DeviceLimits& 
   return paths[best];
 }
 
-// A 1 x 1 convolution of channels_last tensors to at most 4 channels, which cuDNN pads to a tile's. Bounded by memory.
+// A 1 x 1 convolution of channels_last tensors to at most 4 channels, which cuDNN pads to a tile's.
 inline bool is_head(const ConvProblem& q) {
   NormConv1x1Params p;
   p.n = q.n;

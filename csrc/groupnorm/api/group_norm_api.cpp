@@ -46,7 +46,7 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
   if (given) s = allocate_statistics(x, d, false);
   const NormChoice choice = choose_group_norm(
       norm_plan_input(op, x, {x.const_data_ptr(), y.const_data_ptr(), residual ? residual : x.const_data_ptr()}, d,
-                      /*backward=*/false, pre_act, slopes.data ? planned_as(slopes) : act, residual != nullptr));
+                      /*backward=*/false, pre_act, slopes.data ? planned_as(slopes) : act, residual || slopes.data));
   GroupNormFwdArgs a;
   a.x = x.const_data_ptr();
   a.y = y.mutable_data_ptr();

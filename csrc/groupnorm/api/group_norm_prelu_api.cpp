@@ -4,11 +4,6 @@
 namespace kgopt {
 namespace {
 
-// The same values at a multiple of 16 bytes, where the kernel may load vectors.
-Tensor at_vectors(const Tensor& t) {
-  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 ? t : torch::stable::clone(t);
-}
-
 std::tuple<Tensor, Tensor> group_norm_prelu_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor slope,
                                                      int64_t num_groups, OptTensor weight, OptTensor bias,
                                                      OptTensor residual) {
@@ -24,7 +19,7 @@ std::tuple<Tensor, Tensor> group_norm_prelu_backward(Tensor dy, Tensor x, Tensor
     return {dz, dslope};
   }
   const Tensor dense = dense_in(x, format), dense_dy = dense_in(dy, format);
-  const OptTensor added = residual ? OptTensor(at_vectors(dense_in(*residual, format))) : std::nullopt;
+  const OptTensor added = residual ? OptTensor(aligned(dense_in(*residual, format))) : std::nullopt;
   const Tensor dense_mean = dense_in(mean, MemoryFormat::Contiguous);
   const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
   const Tensor dense_slope = dense_in(slope, MemoryFormat::Contiguous);

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kgopt._layout import FORMATS, is_dense_channels_last
 from kgopt.rewrite import policy, verdicts
+from kgopt.rewrite.glue.calls import cat_of
 from kgopt.rewrite.glue.kernels import cat_channels_last, dense_channels_last
 
 GAIN = 0.97  # of PyTorch's time, above which a concatenation stays as it is
@@ -44,19 +45,8 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
 
 def tensors_of(is_plain: Callable[[Any], bool], args: Any, kwargs: Any) -> tuple[Tensor, ...] | None:
     """What a call of ``torch.cat`` joins, where :func:`join` can do it."""
-    if len(args) + len(kwargs) > 2 or kwargs.keys() - {"tensors", "dim", "axis"}:
-        return None
-    tensors = args[0] if args else kwargs.get("tensors")
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
-    if not isinstance(tensors, (tuple, list)) or len(tensors) < 2 or type(dim) is not int:
-        return None
-    if not all(is_plain(t) and t.dim() in FORMATS and is_dense_channels_last(t) for t in tensors):
-        return None
-    first = tensors[0]
-    if dim not in (1, 1 - first.dim()):
-        return None
-    alike = {(t.dtype, t.device, t.shape[0], t.shape[2:]) for t in tensors}
-    return tuple(tensors) if len(alike) == 1 else None
+    call = cat_of(lambda t: is_plain(t) and t.dim() in FORMATS, args, kwargs)
+    return (call.x, *call.more) if call is not None and call.argument[0] == 1 else None
 
 
 def gain(tensors: tuple[Tensor, ...]) -> float:

@@ -1,4 +1,4 @@
-// Gradients of a 1 x 1 convolution to a few channels, at the speed of the memory. cuDNN pads the channels of dy to a
+// Gradients of a 1 x 1 convolution to a few channels, each in one pass over x or dx. cuDNN pads the channels of dy to a
 // tile's; here a thread keeps one 16-byte column of x or dx, and the few values of dy of a row come from the cache.
 #include "common/dependent_launch.cuh"
 #include "common/dtype.cuh"

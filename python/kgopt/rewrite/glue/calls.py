@@ -38,9 +38,8 @@ _UNTOUCHED = {
 # Channels of input or output, up to which kgopt's own convolution can be the faster one: in general, in channels_last.
 NARROW, NARROW_LAST = 32, 128
 FEW = 4  # output channels of group_norm_conv1x1's kernel
-LARGEST_FACTOR = (
-    8  # of upsampling in front of a convolution: PyTorch rounds the inverse, which the next ones may notice
-)
+# Of upsampling in front of a convolution: PyTorch rounds the inverse, which the next ones may notice.
+LARGEST_FACTOR = 8
 FEW_COLUMNS = 40  # taps times output channels of group_norm_conv's kernel for few channels
 
 
@@ -139,7 +138,7 @@ def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call 
             return _conv(func, args, kwargs)
     except TypeError:  # arguments that the function does not have: it says so itself
         return None
-    return _cat(*args, **kwargs) if func in CATS and len(args) + len(kwargs) <= 2 and "out" not in kwargs else None
+    return cat_of(_takes, args, kwargs) if func in CATS else None
 
 
 def _numbers(value: Any, rank: int) -> tuple[int, ...] | None:
@@ -332,11 +331,15 @@ def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Cal
     return Call("replicate", tuple(pad), input)
 
 
-def _cat(tensors: Any = None, dim: Any = 0, axis: Any = None) -> Call | None:
-    dim = dim if axis is None else axis
-    if not isinstance(tensors, (tuple, list)) or len(tensors) < 2 or not isinstance(dim, int):
+def cat_of(takes: Callable[[Any], bool], args: Any, kwargs: Any) -> Call | None:
+    """A call of torch.cat of channels_last tensors that ``takes`` allows."""
+    if len(args) + len(kwargs) > 2 or kwargs.keys() - {"tensors", "dim", "axis"}:
         return None
-    if not all(_takes(t) and is_dense_channels_last(t) for t in tensors):
+    tensors = args[0] if args else kwargs.get("tensors")
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+    if not isinstance(tensors, (tuple, list)) or len(tensors) < 2 or type(dim) is not int:
+        return None
+    if not all(takes(t) and is_dense_channels_last(t) for t in tensors):
         return None
     first, *more = tensors
     rank = first.dim()

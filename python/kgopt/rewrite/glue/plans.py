@@ -112,8 +112,8 @@ def plan_of(conv: Any, x: Any) -> ConvPlan | None:
     if plan is None or plan.module != module:
         if len(state.plans) >= PLANS:
             return None
-        make = _make_upsampled_plan if factors else _make_plan
-        plan = state.plans[key] = make(conv, x, module, state, *([factors] if factors else []))
+        made = _make_upsampled_plan(conv, x, module, state, factors) if factors else _make_plan(conv, x, module, state)
+        plan = state.plans[key] = made
     return plan if plan.option else None
 
 
