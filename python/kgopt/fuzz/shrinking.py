@@ -185,7 +185,7 @@ def smaller(case: Case) -> Iterator[Case]:
         if case["grad"] and case["dy"][key] != simple:
             yield _with(case, dy={**case["dy"], key: simple})
     for name in tensors:
-        required = ("x", "dy", "drstd", *(("weight", "bias") if case["op"] == "conv_backward" else ()))
+        required = ("x", "dy", "drstd", "slope", *(("weight", "bias") if case["op"] == "conv_backward" else ()))
         if name in required or (name == "weight" and TARGETS[case["op"]].products):
             continue
         kept = {n: t for n, t in tensors.items() if n != name}
