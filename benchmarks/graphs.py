@@ -169,6 +169,7 @@ def main() -> None:
         parser.error("this needs a CUDA device; torch.cuda.is_available() is False")
     ways = ["eager", "kgopt, no graph", "kgopt", "compile", "compile reduce-overhead"]
     end, rows = time.perf_counter() + args.seconds, []
+    facts = environment(torch.device("cuda", torch.cuda.current_device()))
     print(f"{'':34} {'way':24} {'ms':>9} {'MiB a call':>11} {'MiB held':>9} {'error':>9}")
     # What compiles comes last, so that a time limit leaves the rest.
     for compiles in (False, True):
@@ -198,11 +199,10 @@ def main() -> None:
                 for key in ("graph", "glue", "layout", "clock"):
                     if row.get(key):
                         print(f"    {key}: {row[key]}")
+                if args.json:  # after each row: a time limit from outside leaves the rows before it
+                    args.json.parent.mkdir(parents=True, exist_ok=True)
+                    args.json.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
             del model
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        facts = environment(torch.device("cuda", torch.cuda.current_device()))
-        args.json.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
