@@ -741,6 +741,36 @@ inductor_patterns = _when_needed(
     ),
     "norms in compiled code read their input for statistics",
 )
+_IR = "torch._inductor.ir"
+inductor_lowering = _when_needed(
+    (
+        "torch._inductor.lowering.make_fallback",
+        f"{_IR}.IRNode",
+        f"{_IR}.ExternKernel",
+        f"{_IR}.FlexibleLayout",
+        f"{_IR}.BaseView",
+        "torch._inductor.virtualized.V",
+    ),
+    "norms in compiled code are given the strides of eager mode",
+)
+_outside = _when_needed(
+    ("torch._guards.tracing", "torch._subclasses.fake_tensor.unset_fake_temporarily"),
+    "nothing is measured while a graph is compiled",
+)
+
+
+@contextlib.contextmanager
+def outside_of_tracing() -> Iterator[bool]:
+    """Real tensors inside a compiler's callback; gives False where there is no way to have them."""
+    found = _outside()
+    if found is None:
+        yield False
+        return
+    tracing, unset_fake_temporarily = found
+    with tracing(None), unset_fake_temporarily():
+        yield True
+
+
 BACKENDS = "torch._dynamo.backends.registry"
 _backends = _when_needed(
     (f"{BACKENDS}._BACKENDS", f"{BACKENDS}.register_backend"),

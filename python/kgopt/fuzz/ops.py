@@ -60,6 +60,7 @@ class OpsKind:
         if target.autocast and d.dtype == "float32" and rng.random() < 0.12:
             case["autocast"] = rng.choice(_HALVES)
         _spare_slopes(case)
+        _spare_prelu(case)
         if device == "cpu":
             _spare_onednn(case)
         else:
@@ -108,6 +109,17 @@ def _spare_slopes(case: Case) -> None:
         overflows = spec["values"] == "large" and spec["dtype"] == "float16"
         if name != "dy" and (spec["values"] in ("nan", "inf", "-inf") or overflows):
             spec["values"] = "normal"
+
+
+def _spare_prelu(case: Case) -> None:
+    """Keeps the slopes of a PReLU of a size that networks learn.
+
+    An infinite one makes an infinity of a value below zero by a rounding error, and NaN of zero. A large one takes the
+    gradient of the norm's result out of float16's range, in which it is rounded; the comparison keeps it in float32.
+    """
+    slope = case["tensors"].get("slope")
+    if slope is not None and slope["values"] in ("inf", "-inf", "large", "offset"):
+        slope["values"] = "normal"
 
 
 def _spare_grouped(case: Case) -> None:

@@ -17,8 +17,9 @@ verdict  verdicts fingerprint emit policy           PyTorch's code or ours: the 
 run      carry recompute sites norms formats        what runs in place of a site, of a norm, between norms, in training,
          wrapped glue sums upsampling joins         in channels_last; what is left of it for the backward
          training layout channel_norms
-find     source sequential backend inductor         front ends: Python source, nn.Sequential, captured graphs
-         functional_norms
+find     source sequential backend                  front ends: Python source, nn.Sequential, captured graphs
+         functional_norms upsampled_graphs
+         inductor lowering                          what Inductor makes of the ops
 model    graphs whole race api                      CUDA graphs; what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================
 """

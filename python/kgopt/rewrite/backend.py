@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from kgopt.rewrite import functional_norms, originals, policy
+from kgopt.rewrite import functional_norms, originals, policy, upsampled_graphs
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
 from kgopt.rewrite.functional_norms import ChannelNorm
@@ -78,17 +78,20 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False) -> Report:
     global last_report
     graph = graph_module.graph
     report = Report()
+    folded = upsampled_graphs.fold(graph_module, _may_write, always)
+    if folded:
+        report.glue = f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}"
     for found in _Reader(graph_module).matches():
         row = SiteRow(found.norm.origin.name, found.chain.label, "")
         row.reason = _Writer(graph_module, found, always).replace()
         if not row.reason:
             row.became = found.chain.becomes
         report.sites.append(row)
-    if any(row.became for row in report.sites):
+    if folded or any(row.became for row in report.sites):
         graph.lint()
         graph_module.recompile()
     last_report = report
-    if report.sites:
+    if folded or report.sites:
         _LOG.info("%s", report)
     return report
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from kgopt._after_import import after_import
+from kgopt.rewrite import lowering
 from kgopt.torch_private import INDUCTOR_PATTERNS, inductor_patterns
 
 _OPS = torch.ops.kgopt
@@ -64,7 +65,16 @@ def _register() -> None:
     found = inductor_patterns()
     if found is None:
         return
+    lowering.install()
     pass_patterns, call_of, register_graph_pattern = found
+
+    @register_graph_pattern(
+        call_of(torch.ops.aten.clone.default),
+        extra_check=lambda match: lowering.is_needless(match.output_node()),
+        pass_dict=pass_patterns[0],
+    )
+    def leave_out(match: Any, *args: Any, **kwargs: Any) -> None:
+        lowering.leave_out(match.graph, match.output_node())
 
     def replace(match: Any, *args: Any, **kwargs: Any) -> None:
         _give(match.graph, match.output_node())

@@ -105,7 +105,7 @@ class _Find(OwnMode):
 
             self.is_timing = True
             try:
-                found[call.key] = call.options[0] if self.always else _verdict(call, apart)
+                found[call.key] = call.options[0] if self.always else verdict(call, apart)
             finally:
                 self.is_timing = False
         return y
@@ -120,7 +120,7 @@ class _Find(OwnMode):
                 found = self.found.setdefault(owner, {})
                 if call.key not in found:
                     original = functools.partial(func, *args, **kwargs)
-                    found[call.key] = call.options[0] if self.always else _verdict(call, original)
+                    found[call.key] = call.options[0] if self.always else verdict(call, original)
                 if call.keeps and found[call.key]:  # what comes next will be given this format
                     return call.run(found[call.key])
         return func(*args, **kwargs)
@@ -137,7 +137,7 @@ def innermost(modules: dict[int, nn.Module]) -> int | None:
     return None
 
 
-def _verdict(call: Call, original: Callable[[], Tensor]) -> str:
+def verdict(call: Call, original: Callable[[], Tensor]) -> str:
     """:func:`_fastest`, or what it said of an equal call."""
     x = call.x
     more = [None if t is None else t.detach() for t in call.more]

@@ -1,0 +1,163 @@
+"""Memory formats of kgopt's ops in code that Inductor compiles.
+
+Inductor computes convolutions in channels_last where it expects that to be faster, whatever the format of the model. It
+gives a custom op the strides that the op saw in eager mode. So each norm between two convolutions of a contiguous model
+would cost two copies of its input's size: one in front of it, one behind it. The ops listed here work in either format
+and return the format that they are given, so their activations stay as they lie. All other tensors of a call, and
+activations that lie in neither format, get the strides of eager mode.
+
+The second cost is of the same kind: PyTorch's GroupNorm on CUDA returns a contiguous tensor for one in channels_last,
+and the graph that Dynamo captures says so (``contiguous()`` behind kgopt's norm). In Inductor's graph nothing depends
+on strides any more, and the copy goes.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from kgopt.torch_private import inductor_lowering
+
+_NORMS = ("group_norm", "group_norm_add", "group_norm_prelu", "group_norm_moments", "channel_norm", "activation")
+_NORMS_FORWARD = ("group_norm_fwd", "group_norm_add_fwd", "group_norm_prelu_fwd")
+_OTHERS = (
+    *("group_norm_backward", "group_norm_prelu_backward", "channel_norm_backward", "activation_backward"),
+    *("group_norm_mean", "group_norm_mean_fwd", "group_norm_mean_backward", "group_stats", "group_stats_backward"),
+    *("max_pool", "pad_replicate", "upsample_linear", "upsample_nearest"),
+    *("upsample_linear_backward", "upsample_nearest_backward"),
+)
+_CLONE = torch.ops.aten.clone.default
+
+
+def _overload(name: str) -> Any:
+    return getattr(torch.ops.kgopt, name).default
+
+
+_GIVE_A_TENSOR = {_overload(name) for name in _NORMS}
+_GIVE_SEVERAL = {_overload(name) for name in _NORMS_FORWARD}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Inputs
+
+
+def _dense(size: Any, channels_last: bool) -> list[Any]:
+    """Strides of a tensor of four or five dims."""
+    strides: list[Any] = [math.prod(size[i + 1 :]) for i in range(len(size))]
+    if channels_last:
+        inner = [size[1] * math.prod(size[i + 1 :]) for i in range(2, len(size))]
+        strides = [size[1] * math.prod(size[2:]), 1, *inner]
+    return strides
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, fx.Node) else None
+
+
+class _Formats:
+    """The constraint that Inductor asks before it lowers a call."""
+
+    def __init__(self, ir_node: Any, external: Any, flexible: Any, view: Any, virtual: Any) -> None:
+        self.ir_node, self.external, self.flexible, self.view = ir_node, external, flexible, view
+        self.virtual = virtual
+
+    def __call__(self, node: fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The arguments, copied where they have to be."""
+        given = [*node.args, *node.kwargs.values()]
+        found = [*args, *kwargs.values()]
+        activations = self._activations(given, found)
+        channels_last = self._channels_last([(given[i], found[i]) for i in activations])
+        for i, (fx_arg, arg) in enumerate(zip(given, found, strict=True)):
+            if not isinstance(arg, self.ir_node):
+                continue
+            if i in activations and channels_last is not None:
+                strides = _dense(list(arg.get_size()), channels_last)
+            elif isinstance(_value(fx_arg), Tensor):
+                strides = list(_value(fx_arg).stride())
+            else:
+                continue
+            found[i] = self.external.require_exact_strides(arg, strides)
+        return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
+
+    def _activations(self, given: list[Any], found: list[Any]) -> list[int]:
+        """Those that share a format: of the rank, the samples and the channels of the first tensor."""
+        first = next((i for i, arg in enumerate(found) if isinstance(arg, self.ir_node)), None)
+        if first is None:
+            return []
+        size = found[first].get_size()
+        if len(size) not in (4, 5):
+            return []
+
+        def is_alike(arg: Any) -> bool:
+            if not isinstance(arg, self.ir_node) or len(arg.get_size()) != len(size):
+                return False
+            return all(self._equal(a, b) for a, b in zip(arg.get_size()[:2], size[:2], strict=True))
+
+        return [i for i, arg in enumerate(found) if is_alike(arg) and isinstance(_value(given[i]), Tensor)]
+
+    def _equal(self, a: Any, b: Any) -> bool:
+        return bool(self.virtual.graph.sizevars.statically_known_equals(a, b))
+
+    def _channels_last(self, pairs: list[tuple[Any, Any]]) -> bool | None:
+        """Whether the first tensor that is in memory lies so; where none is, what Inductor prefers. None: eager's."""
+        free = False
+        for _, arg in pairs:
+            strides, size = self._fixed(arg), list(arg.get_size())
+            if strides is None:
+                free = free or not isinstance(getattr(arg, "data", None), self.view)
+                continue
+            for channels_last in (False, True):
+                dense = zip(strides, _dense(size, channels_last), size, strict=True)
+                if all(self._equal(a, b) or self._equal(s, 1) for a, b, s in dense):
+                    return channels_last
+            return None
+        graph = self.virtual.graph
+        preferred = getattr(graph, "nodes_prefer_channels_last", ())
+        prefers = getattr(graph, "layout_opt", False) and any(node in preferred for node, _ in pairs)
+        return True if free and prefers else None
+
+    def _fixed(self, arg: Any) -> Any:
+        """Strides of what is in memory already; None: it can be written in any format."""
+        try:
+            layout = arg.get_layout()
+        except (AttributeError, NotImplementedError):
+            return None
+        return None if isinstance(layout, self.flexible) else layout.stride
+
+
+def install() -> None:
+    """Once Inductor's lowerings are there."""
+    found = inductor_lowering()
+    if found is None:
+        return
+    make_fallback, *parts = found
+    constraint = _Formats(*parts)
+    for name in (*_NORMS, *_NORMS_FORWARD, *_OTHERS):
+        make_fallback(_overload(name), layout_constraint=constraint, warn=False)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Results
+
+
+def is_needless(node: fx.Node) -> bool:
+    """Whether a node copies a norm's result, which nothing else reads, to another format."""
+    y = node.args[0] if node.args else None
+    if not isinstance(y, fx.Node) or len(y.users) != 1:
+        return False
+    if node.kwargs.get("memory_format") is not torch.contiguous_format:
+        return False
+    if y.target in _GIVE_A_TENSOR:
+        return True
+    made = y.args[0] if y.target is operator.getitem and y.args[1] == 0 else None
+    return isinstance(made, fx.Node) and made.target in _GIVE_SEVERAL
+
+
+def leave_out(graph: fx.Graph, node: fx.Node) -> None:
+    """Takes such a copy out of a graph."""
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    graph.erase_node(node)

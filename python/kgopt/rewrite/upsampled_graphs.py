@@ -1,0 +1,180 @@
+"""Nearest upsampling and the convolution behind it, in captured graphs of inference.
+
+Both become one transposed convolution, PyTorch's own, whose weights are sums of the convolution's
+(:func:`kgopt.rewrite.glue.kernels.upsampled_conv`). Inductor plans its format and fuses its bias as with any other.
+Whether that is faster is measured on tensors of the graph's sizes while it is compiled. Sizes that are not known by
+then leave the graph as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from kgopt._layout import is_dense_channels_last
+from kgopt.rewrite import originals
+from kgopt.rewrite.glue import kernels, search
+from kgopt.rewrite.glue.calls import INTERPOLATE, Call, interpolate_of, upsampled
+from kgopt.torch_private import outside_of_tracing
+
+_CONVS: dict[Any, type[nn.Module]] = {
+    f: kind
+    for f, kind in (
+        *((torch.conv2d, nn.Conv2d), (F.conv2d, nn.Conv2d)),
+        *((torch.conv3d, nn.Conv3d), (F.conv3d, nn.Conv3d)),
+    )
+    if originals.is_torchs(f)
+}
+_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_MEASURES_ON = ("cuda",)  # elsewhere both stay
+_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+
+
+def fold(graph_module: fx.GraphModule, may_write: Any, always: bool) -> list[str]:
+    """Folds what is faster folded. Names of the convolutions' nodes.
+
+    Args:
+        graph_module: Dynamo's graph, with fake tensors as ``example_value``.
+        may_write: whether a node may change a tensor, or the state under which later ones run.
+        always: without measuring.
+    """
+    graph, done = graph_module.graph, []
+    if torch.is_grad_enabled() or any("autocast" in str(n.target) for n in graph.nodes):
+        return []
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _CONVS and originals.runs_as_is(node.target):
+            found = _pair(node, may_write)
+            if found is not None and (always or _is_faster(found)):
+                _write(graph, node, found)
+                done.append(node.name)
+    return done
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+
+def _given(node: fx.Node) -> Mapping[str, Any]:
+    return {**_DEFAULTS, **dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
+
+
+class _Pair:
+    """An upsampling node's input, the convolution's arguments, and both as a call on stand-ins."""
+
+    def __init__(self, x: fx.Node, up: fx.Node, given: Mapping[str, Any], conv: nn.Module, call: Call) -> None:
+        self.x, self.up, self.given, self.conv, self.call = x, up, given, conv, call
+
+
+def _pair(node: fx.Node, may_write: Any) -> _Pair | None:
+    given = _given(node)
+    up = given.get("input")
+    if not isinstance(up, fx.Node) or up.target is not INTERPOLATE or len(up.users) != 1:
+        return None
+    if up.op != "call_function" or not originals.runs_as_is(up.target):
+        return None
+    x = up.kwargs.get("input", up.args[0] if up.args else None)
+    value, weight, bias = _value(x), _value(given.get("weight")), _value(given["bias"])
+    if not isinstance(x, fx.Node) or not all(map(_is_known, (value, weight))):
+        return None
+    if given["bias"] is not None and not _is_known(bias):
+        return None
+    if value.dim() not in (4, 5) or weight.dim() != value.dim() or torch.is_autocast_enabled(value.device.type):
+        return None
+    if {t.dtype for t in (value, weight, bias) if t is not None} != {value.dtype}:
+        return None
+    between = up
+    while (between := between.next) is not node:
+        if may_write(between):
+            return None
+    try:
+        args, kwargs = (fx.map_arg(a, _value) for a in (up.args, dict(up.kwargs)))
+        found = interpolate_of(_is_known, *args, **kwargs)  # type: ignore[misc, arg-type]
+        if found is None or found[0] != "nearest":
+            return None
+        conv = _module(_CONVS[node.target], weight, bias, given)
+        # A plain tensor of the same kind, for code that knows no fake ones; nothing computes with it.
+        call = upsampled(_stand_in(value, "meta"), found[1], conv)
+    except (TypeError, ValueError):  # arguments that PyTorch itself refuses
+        return None
+    return None if call is None or "folded_aten" not in call.options else _Pair(x, up, given, conv, call)
+
+
+def _is_known(t: Any) -> bool:
+    """A floating-point tensor whose sizes and strides are numbers."""
+    if not isinstance(t, Tensor) or not t.is_floating_point() or t.layout is not torch.strided:
+        return False
+    return all(type(s) is int for s in (*t.shape, *t.stride())) and t.numel() > 0
+
+
+def _stand_in(t: Tensor, device: Any) -> Tensor:
+    with outside_of_tracing():
+        made = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=device)
+        return made if made.is_meta else made.normal_()
+
+
+def _module(kind: type[nn.Module], weight: Tensor, bias: Tensor | None, given: Mapping[str, Any]) -> nn.Module:
+    """A convolution module like the call, its parameters stand-ins."""
+    groups = given["groups"]
+    with outside_of_tracing():
+        conv = kind(
+            weight.shape[1] * groups,
+            weight.shape[0],
+            tuple(weight.shape[2:]),
+            stride=given["stride"],
+            padding=given["padding"],
+            dilation=given["dilation"],
+            groups=groups,
+            bias=bias is not None,
+            device="meta",
+        )
+        conv.weight = nn.Parameter(_stand_in(weight, "meta"), requires_grad=False)
+        if bias is not None:
+            conv.bias = nn.Parameter(_stand_in(bias, "meta"), requires_grad=False)
+    return conv
+
+
+def _is_faster(pair: _Pair) -> bool:
+    """Measured, or known of an equal pair."""
+    value = _value(pair.x)
+    if value.device.type not in _MEASURES_ON:
+        return False
+    with outside_of_tracing() as is_outside:
+        if not is_outside:
+            return False
+        try:
+            x = _stand_in(value, value.device)
+            more = [None if t is None else _stand_in(t, value.device) for t in pair.call.more]
+        except torch.OutOfMemoryError:
+            return False
+        factors, padding, groups, *_ = pair.call.argument
+        call = Call("upsampled", pair.call.argument, x, tuple(more), ("folded_aten",), keeps=True)
+        ones, zeros = (1,) * len(factors), (0,) * len(factors)
+
+        def apart() -> Tensor:
+            up = kernels.upsample_nearest(x, factors)
+            return torch.convolution(up, more[0], more[1], ones, padding, ones, False, zeros, groups)  # type: ignore[arg-type]
+
+        return bool(search.verdict(call, apart))
+
+
+def _write(graph: fx.Graph, node: fx.Node, pair: _Pair) -> None:
+    factors, padding, groups, *_ = pair.call.argument
+    weight, bias = pair.given["weight"], pair.given["bias"]
+    rest = [k - 1 - p for k, p in zip(_value(weight).shape[2:], padding, strict=True)]
+    ones, zeros = [1] * len(factors), [0] * len(factors)
+    last = is_dense_channels_last(_value(pair.x))
+    with graph.inserting_before(node):
+        summed = graph.call_function(
+            torch.ops.kgopt.upsample_conv_weight.default, (weight, list(factors), groups, last)
+        )
+        y = graph.call_function(
+            torch.convolution, (pair.x, summed, bias, list(factors), rest, ones, True, zeros, groups)
+        )
+    y.meta.update(node.meta)
+    node.replace_all_uses_with(y)
+    graph.erase_node(node)
+    graph.erase_node(pair.up)
