@@ -18,6 +18,9 @@ import kgopt  # noqa: F401  (registers the ops)
 from opcases import small_calls
 
 ops = torch.ops.kgopt
+LOGSUMEXP = ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp
+MEAN = ops.conv3d_group_norm_mean
+TRANSPOSED = ops.conv_transpose3d_relu_group_norm
 DEVICE = "cuda"  # test_sanitize.py sets "meta", to see which ops are called
 HALVES = (torch.bfloat16, torch.float16)
 ACTS = (
@@ -63,6 +66,17 @@ def run(name: str, *inputs: torch.Tensor | None, call, backward: bool = True) ->
     print("  " + name, flush=True)
 
 
+def format_name(channels_last: bool) -> str:
+    return "channels_last" if channels_last else "contiguous"
+
+
+def run_chain(name, op, x, weight, c_out, groups, *rest, bias=True, backward=False, **keywords) -> None:
+    """A pipeline, its convolution of c_out channels with a bias or without."""
+    b, gamma, beta = (tensor(c_out, dtype=x.dtype) for _ in range(3))
+    call = lambda x, w, b, g, h: op(x, w, b, groups, g, h, *rest, **keywords)  # noqa: E731
+    run(name, x, weight, b if bias else None, gamma, beta, backward=backward, call=call)
+
+
 def every_op_cases() -> None:
     """A call of each op there is, forward and backward, as the tests of the compiler make it."""
     through_cudnn = ("conv", "group_norm_conv")
@@ -81,12 +95,7 @@ def every_op_cases() -> None:
                     values[place] = value
                 return getattr(ops, name)(*values, **kwargs)
 
-            run(
-                f"{name} {dtype} {'channels_last' if last else 'contiguous'}",
-                *tensors,
-                call=call,
-                backward=differentiable,
-            )
+            run(f"{name} {dtype} {format_name(last)}", *tensors, call=call, backward=differentiable)
 
 
 def add_case(name: str, x: torch.Tensor, groups: int) -> None:
@@ -98,9 +107,63 @@ def add_case(name: str, x: torch.Tensor, groups: int) -> None:
     run(f"group_norm_add {name}", x, x.detach().clone(), call=lambda x, r: ops.group_norm_add(x, r, groups, act="relu"))
 
 
+# Groups that stay on chip: in clusters, the channels of one and of many to a block, in teams of lanes.
+ON_CHIP = (
+    ("cluster", (1, 6, 101, 103), 2),
+    ("cluster, many channels", (1, 520, 9, 5), 4),
+    ("cluster of sixteen", (1, 2, 217, 219), 2),
+    ("block", (3, 6, 21, 37), 3),
+    ("team", (4, 12, 7, 11), 4),
+    ("small team", (5, 6, 3, 3), 6),
+)
+# channels_last x that stays on chip: clusters, rows longer than a warp, rows of several positions, teams of blocks.
+COLUMNS = (
+    ("cluster", (2, 24, 33, 40), 8),
+    ("long rows", (1, 1024, 7, 9), 1),
+    ("several positions", (2, 6, 32, 34), 2),
+    ("teams", (3, 128, 78, 88), 8),
+    ("roles", (30, 24, 60, 64), 8),
+    ("roles, long rows", (3, 1024, 23, 29), 1),
+    ("roles, forward too", (3, 256, 48, 52), 8),
+)
+# Small groups: blocks of all samples, of neighbours, clusters, one channel, vectors; narrow groups side by side.
+SMALL = (
+    ("one position", (4, 159, 1, 1), 1),
+    ("all samples", (9, 22, 3, 7), 11),
+    ("short rows", (3, 657, 2, 2), 1),
+    ("vectors", (2, 40, 8, 9), 5),
+    ("one channel", (2, 11, 31, 33), 11),
+    ("cluster", (2, 19, 45, 23), 1),
+    ("narrow", (60, 89, 10, 11), 89),
+)
+
+
 def group_norm_cases() -> None:
+    norms_of_every_dtype()
+    channel_norms_of_many_channels()
+    for dtype in (torch.float32, torch.bfloat16):
+        for family, shapes, channels_last in (
+            ("on chip", ON_CHIP, False),
+            ("columns", COLUMNS, True),
+            ("small", SMALL, False),
+            ("small", SMALL, True),
+        ):
+            for name, shape, groups in shapes:
+                norm_and_sum(f"{family}, {name} {dtype}", shape, groups, dtype, channels_last)
+    norms_read_once()
+    # A group that spans several blocks, parameters in fp32 beside half data, a misaligned start, no parameters.
+    big = tensor(1, 8, 41, 43, 37)
+    run("group_norm large groups", big, call=lambda x: ops.group_norm(x, 2))
+    run("group_norm_mean large groups", big, call=lambda x: ops.group_norm_mean(x, 2))
+    half = tensor(2, 24, 5, 7, dtype=torch.bfloat16)
+    run("group_norm mixed", half, tensor(24), tensor(24), call=lambda x, w, b: ops.group_norm(x, 8, w, b))
+    flat = tensor(1 + 2 * 6 * 11)
+    run("group_norm misaligned", flat, call=lambda t: ops.group_norm(t[1:].view(2, 6, 11), 3))
+
+
+def norms_of_every_dtype() -> None:
     for dtype, last, spatial in itertools.product(DTYPES, (False, True), ((5, 7), (3, 5, 7))):
-        label = f"{dtype} {'channels_last' if last else 'contiguous'} {spatial}"
+        label = f"{dtype} {format_name(last)} {spatial}"
         x = tensor(2, 24, *spatial, dtype=dtype, channels_last=last)
         weight, bias = tensor(24, dtype=dtype), tensor(24, dtype=dtype)
         run(f"group_norm {label}", x, weight, bias, call=lambda x, w, b: ops.group_norm(x, 8, w, b, 1e-5, "silu"))
@@ -109,59 +172,26 @@ def group_norm_cases() -> None:
             run(f"channel_norm {kind} {label}", x, weight, bias, call=call)
         run(f"group_stats {label}", x, call=lambda x: ops.group_stats(x, 8))
         run(f"group_norm_mean {label}", x, weight, bias, call=lambda x, w, b: ops.group_norm_mean(x, 8, w, b))
-    # Several warps that share a position, channels that are read again, parameters in a table in memory.
+
+
+def channel_norms_of_many_channels() -> None:
+    """Several warps that share a position, channels that are read again, parameters in a table in memory."""
     for dtype, last, channels in itertools.product(DTYPES, (False, True), (136, 1096, 2056)):
         x = tensor(1, channels, 2, 40, dtype=dtype, channels_last=last)
         weight, bias = tensor(channels, dtype=dtype), tensor(channels, dtype=dtype)
         call = lambda x, w, b: ops.channel_norm(x, w, b, "layer", 1e-6, "silu")  # noqa: E731
-        run(f"channel_norm {channels} {dtype} {'channels_last' if last else 'contiguous'}", x, weight, bias, call=call)
-    # A group that spans several blocks, parameters in fp32 beside half data, a misaligned start, no parameters.
-    big = tensor(1, 8, 41, 43, 37)
-    run("group_norm large groups", big, call=lambda x: ops.group_norm(x, 2))
-    # Groups that stay on chip: in clusters, the channels of one and of many to a block, in teams of lanes.
-    for dtype in (torch.float32, torch.bfloat16):
-        for name, shape, groups in (
-            ("cluster", (1, 6, 101, 103), 2),
-            ("cluster, many channels", (1, 520, 9, 5), 4),
-            ("cluster of sixteen", (1, 2, 217, 219), 2),
-            ("block", (3, 6, 21, 37), 3),
-            ("team", (4, 12, 7, 11), 4),
-            ("small team", (5, 6, 3, 3), 6),
-        ):
-            x, weight, bias = tensor(*shape, dtype=dtype), tensor(shape[1]), tensor(shape[1])
-            call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
-            run(f"group_norm on chip, {name}", x, weight, bias, call=call)
-            add_case(f"on chip, {name}", x, groups)
-    # channels_last x that stays on chip: clusters, rows longer than a warp, rows of several positions, teams of blocks.
-    for dtype in (torch.float32, torch.bfloat16):
-        for name, shape, groups in (
-            ("cluster", (2, 24, 33, 40), 8),
-            ("long rows", (1, 1024, 7, 9), 1),
-            ("several positions", (2, 6, 32, 34), 2),
-            ("teams", (3, 128, 78, 88), 8),
-            ("roles", (30, 24, 60, 64), 8),
-            ("roles, long rows", (3, 1024, 23, 29), 1),
-            ("roles, forward too", (3, 256, 48, 52), 8),
-        ):
-            x, weight, bias = tensor(*shape, dtype=dtype, channels_last=True), tensor(shape[1]), tensor(shape[1])
-            call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
-            run(f"group_norm columns, {name}", x, weight, bias, call=call)
-            add_case(f"columns, {name}", x, groups)
-    # Small groups: blocks of all samples, of neighbours, clusters, one channel, vectors; narrow groups side by side.
-    for dtype, last in itertools.product((torch.float32, torch.bfloat16), (False, True)):
-        for name, shape, groups in (
-            ("one position", (4, 159, 1, 1), 1),
-            ("all samples", (9, 22, 3, 7), 11),
-            ("short rows", (3, 657, 2, 2), 1),
-            ("vectors", (2, 40, 8, 9), 5),
-            ("one channel", (2, 11, 31, 33), 11),
-            ("cluster", (2, 19, 45, 23), 1),
-            ("narrow", (60, 89, 10, 11), 89),
-        ):
-            x, weight, bias = tensor(*shape, dtype=dtype, channels_last=last), tensor(shape[1]), tensor(shape[1])
-            call = lambda x, w, b, groups=groups: ops.group_norm(x, groups, w, b, 1e-5, "silu")  # noqa: E731
-            run(f"group_norm small, {name}, {'channels_last' if last else 'contiguous'}", x, weight, bias, call=call)
-            add_case(f"small, {name}", x, groups)
+        run(f"channel_norm {channels} {dtype} {format_name(last)}", x, weight, bias, call=call)
+
+
+def norm_and_sum(name: str, shape: tuple[int, ...], groups: int, dtype: torch.dtype, channels_last: bool) -> None:
+    x = tensor(*shape, dtype=dtype, channels_last=channels_last)
+    weight, bias = tensor(shape[1]), tensor(shape[1])
+    name = f"{name} {format_name(channels_last)}"
+    run(f"group_norm {name}", x, weight, bias, call=lambda x, w, b: ops.group_norm(x, groups, w, b, 1e-5, "silu"))
+    add_case(name, x, groups)
+
+
+def norms_read_once() -> None:
     once = tensor(1, 6, 161, 160, 9)  # groups of 0.9 MB, off the 128-byte lines
     run("group_norm read once", once, call=lambda x: ops.group_norm(x, 6, None, None, 1e-5, "silu"))
     add_case("read once", once, 6)
@@ -172,11 +202,6 @@ def group_norm_cases() -> None:
         run("group_norm read once, both ways", both, call=lambda x: ops.group_norm(x, 1, None, None, 1e-5, "silu"))
         both = tensor(1, 6, 600, 1501, dtype=dtype)  # tiles in registers
         run("group_norm read once, relu", both, call=lambda x: ops.group_norm(x, 3, None, None, 1e-5, "relu"))
-    run("group_norm_mean large groups", big, call=lambda x: ops.group_norm_mean(x, 2))
-    half = tensor(2, 24, 5, 7, dtype=torch.bfloat16)
-    run("group_norm mixed", half, tensor(24), tensor(24), call=lambda x, w, b: ops.group_norm(x, 8, w, b))
-    flat = tensor(1 + 2 * 6 * 11)
-    run("group_norm misaligned", flat, call=lambda t: ops.group_norm(t[1:].view(2, 6, 11), 3))
 
 
 def pointwise_cases() -> None:
@@ -193,149 +218,105 @@ def pointwise_cases() -> None:
 
 
 def conv_cases() -> None:
-    for dtype, tf32 in (
-        (torch.float32, True),
-        (torch.float32, False),
-        *((d, True) for d in HALVES),
-        (torch.float64, False),
+    """Gradients of a convolution come from ATen, so only the forward kernels are of interest."""
+    exact = ((torch.float32, False), (torch.float64, False))
+    for (dtype, tf32), last in itertools.product(((torch.float32, True), *exact, *((d, True) for d in HALVES)),
+                                                 (False, True)):  # fmt: skip
+        label = f"{dtype} tf32={tf32} {format_name(last)}"
+        convs_of_each_family(label, dtype, tf32, last)
+        convs_of_each_kind(label, dtype, last, {"backend": "kgopt", "allow_tf32": tf32})
+
+
+def convs_of_each_family(label: str, dtype: torch.dtype, tf32: bool, last: bool) -> None:
+    for (c_in, c_out, size), family in itertools.product(
+        ((32, 32, (3, 9, 37)), (64, 72, (2, 7, 32)), (8, 24, (4, 5, 19))),
+        ("", ":implicit_gemm", ":tap_columns", ":position_rows", ":few_channels"),
     ):
-        for last in (False, True):
-            label = f"{dtype} tf32={tf32} {'channels_last' if last else 'contiguous'}"
-            x3, w3 = tensor(2, 3, 5, 9, 11, dtype=dtype, channels_last=last), tensor(10, 3, 3, 3, 3, dtype=dtype)
-            x2, w2 = tensor(2, 8, 13, 17, dtype=dtype, channels_last=last), tensor(20, 8, 3, 3, dtype=dtype)
-            t3 = tensor(3, 10, 3, 3, 3, dtype=dtype)
-            t2 = tensor(8, 12, 4, 3, dtype=dtype)
-            b10, b20 = tensor(10, dtype=dtype), tensor(20, dtype=dtype)
-            kw = {"backend": "kgopt", "allow_tf32": tf32}
-            # Gradients of a convolution come from ATen, so only the forward kernels are of interest.
-            backends = [
-                "kgopt",
-                "kgopt:implicit_gemm",
-                "kgopt:tap_columns",
-                "kgopt:position_rows",
-                "kgopt:few_channels",
-            ]
-            for (c_in, c_out, size), backend in itertools.product(
-                ((32, 32, (3, 9, 37)), (64, 72, (2, 7, 32)), (8, 24, (4, 5, 19))), backends
-            ):
-                x = tensor(2, c_in, *size, dtype=dtype, channels_last=last)
-                w = tensor(c_out, c_in, 3, 3, 3, dtype=dtype)
-                own = {"backend": backend, "allow_tf32": tf32}
-                once, none = [1] * 3, [0] * 3
-                if DEVICE == "cuda" and ops.explain_conv(x, w, once, once, once, none, 1, False, **own).startswith(
-                    "none"
-                ):
-                    continue  # the kernel that is named cannot run it
-                run(
-                    f"conv3d {c_in} channels {label} {backend}",
-                    x,
-                    w,
-                    tensor(c_out, dtype=dtype),
-                    backward=False,
-                    call=lambda x, w, b, own=own: ops.conv3d(x, w, b, [1] * 3, [1] * 3, [1] * 3, **own),
-                )
-            run(
-                f"conv3d {label}",
-                x3,
-                w3,
-                b10,
-                backward=False,
-                call=lambda x, w, b, kw=kw: ops.conv3d(x, w, b, [1, 2, 1], [1, 0, 1], [1, 1, 2], **kw),
-            )
-            run(
-                f"conv2d {label}",
-                x2,
-                w2,
-                b20,
-                backward=False,
-                call=lambda x, w, b, kw=kw: ops.conv2d(x, w, b, [1, 1], [1, 1], **kw),
-            )
-            run(
-                f"conv2d grouped {label}",
-                x2,
-                tensor(20, 4, 3, 3, dtype=dtype),
-                None,
-                backward=False,
-                call=lambda x, w, b, kw=kw: ops.conv2d(x, w, b, [2, 1], [0, 1], [1, 1], 2, **kw),
-            )
-            run(
-                f"conv_transpose3d {label}",
-                x3,
-                t3,
-                b10,
-                backward=False,
-                call=lambda x, w, b, kw=kw: ops.conv_transpose3d(x, w, b, [2, 1, 2], [1, 0, 1], [1, 0, 0], **kw),
-            )
-            run(
-                f"conv_transpose2d {label}",
-                x2,
-                t2,
-                None,
-                backward=False,
-                call=lambda x, w, b, kw=kw: ops.conv_transpose2d(x, w, b, [1, 2], [0, 1], [0, 1], **kw),
-            )
+        x = tensor(2, c_in, *size, dtype=dtype, channels_last=last)
+        w = tensor(c_out, c_in, 3, 3, 3, dtype=dtype)
+        own = {"backend": f"kgopt{family}", "allow_tf32": tf32}
+        once, none = [1] * 3, [0] * 3
+        if DEVICE == "cuda" and ops.explain_conv(x, w, once, once, once, none, 1, False, **own).startswith("none"):
+            continue  # the kernel that is named cannot run it
+        call = lambda x, w, b, own=own: ops.conv3d(x, w, b, [1] * 3, [1] * 3, [1] * 3, **own)  # noqa: E731
+        bias = tensor(c_out, dtype=dtype)
+        run(f"conv3d {c_in} channels {label} {own['backend']}", x, w, bias, backward=False, call=call)
+
+
+def convs_of_each_kind(label: str, dtype: torch.dtype, last: bool, own: dict) -> None:
+    x3, x2 = (tensor(2, c, *s, dtype=dtype, channels_last=last) for c, s in ((3, (5, 9, 11)), (8, (13, 17))))
+    b10, b20 = tensor(10, dtype=dtype), tensor(20, dtype=dtype)
+    for name, op, x, weight, bias, geometry in (
+        ("conv3d", ops.conv3d, x3, (10, 3, 3, 3, 3), b10, ([1, 2, 1], [1, 0, 1], [1, 1, 2])),
+        ("conv2d", ops.conv2d, x2, (20, 8, 3, 3), b20, ([1, 1], [1, 1])),
+        ("conv2d grouped", ops.conv2d, x2, (20, 4, 3, 3), None, ([2, 1], [0, 1], [1, 1], 2)),
+        ("conv_transpose3d", ops.conv_transpose3d, x3, (3, 10, 3, 3, 3), b10, ([2, 1, 2], [1, 0, 1], [1, 0, 0])),
+        ("conv_transpose2d", ops.conv_transpose2d, x2, (8, 12, 4, 3), None, ([1, 2], [0, 1], [0, 1])),
+    ):
+        call = lambda x, w, b, op=op, geometry=geometry: op(x, w, b, *geometry, **own)  # noqa: E731
+        run(f"{name} {label}", x, tensor(*weight, dtype=dtype), bias, backward=False, call=call)
 
 
 def conv_gradient_cases() -> None:
     """Own kernels alone: what ATen makes of the rest is left out, and so is dbias."""
     for dtype in (torch.float32, *HALVES):
-        for name, c_in, c_out, size, kernel, transposed in (
-            ("", 32, 40, (5, 9, 37), (3, 3, 3), False),
-            ("16 channels", 16, 32, (5, 9, 20), (3, 3, 3), False),
-            ("transposed", 40, 32, (3, 7, 18), (3, 3, 3), True),
-            ("2d", 64, 32, (1, 19, 50), (1, 3, 3), False),
-            ("5 deep", 16, 32, (6, 5, 20), (5, 3, 3), False),
-            ("first layer", 4, 32, (5, 9, 40), (3, 3, 3), False),
-            ("first layer, 2d", 3, 16, (1, 21, 48), (1, 3, 3), False),
-        ):
-            x = tensor(2, c_in, *size, dtype=dtype, channels_last=True)
-            dy = tensor(2, c_out, *size, dtype=dtype, channels_last=True)
-            weight = tensor(*((c_in, c_out) if transposed else (c_out, c_in)), *kernel, dtype=dtype)
-            geometry = ([1] * 3, [k // 2 for k in kernel], [1] * 3, [0] * 3, 1, transposed)
-            call = lambda dy, x, w, g=geometry, c=c_in: ops.conv_backward(  # noqa: E731
-                dy, x, w, *g, [c > 4, True, True], backend="kgopt", allow_tf32=True
-            )
-            run(f"conv_backward {name} {dtype}", dy, x, weight, backward=False, call=call)
-        for c_in, c_out in ((32, 3), (40, 1), (8, 7)):
-            x, dy = (tensor(2, c, 9, 17, 19, dtype=dtype, channels_last=True) for c in (c_in, c_out))
-            weight = tensor(c_out, c_in, 1, 1, 1, dtype=dtype)
-            geometry = ([1] * 3, [0] * 3, [1] * 3, [0] * 3, 1, False, [True, True, True])
-            call = lambda dy, x, w, g=geometry: ops.conv_backward(dy, x, w, *g, backend="auto", allow_tf32=True)  # noqa: E731
-            run(f"conv_backward head {c_in} {c_out} {dtype}", dy, x, weight, backward=False, call=call)
+        gradients_in_channels_last(dtype)
+        gradients_of_first_layers(dtype)
         x = tensor(1, 32, 3, 9, 37, dtype=dtype, channels_last=True)
         for c_out in (40, 72):  # fp32 weights, which the two kernels' packing rounds
             call = lambda x, w, b: ops.conv3d(x, w, b, [1] * 3, [1] * 3, backend="kgopt", allow_tf32=True)  # noqa: E731
-            run(
-                f"conv3d fp32 weights {c_out} {dtype}",
-                x,
-                tensor(c_out, 32, 3, 3, 3),
-                tensor(c_out),
-                call=call,
-                backward=False,
-            )
-        for name, c_in, c_out, size, kernel, padding in (
-            ("first layer, contiguous", 3, 24, (5, 9, 38), (3, 3, 3), (0, 1, 0)),
-            ("first layer, contiguous, padded", 4, 20, (5, 9, 40), (3, 3, 3), (1, 1, 1)),
-            ("first layer, 2d, contiguous", 8, 64, (1, 21, 48), (1, 3, 3), (0, 0, 0)),
-        ):
-            x, weight = tensor(2, c_in, *size, dtype=dtype), tensor(c_out, c_in, *kernel, dtype=dtype)
-            out = [s + 2 * p - k + 1 for s, p, k in zip(size, padding, kernel, strict=True)]
-            dy = tensor(2, c_out, *out, dtype=dtype)
-            geometry = ([1] * 3, list(padding), [1] * 3, [0] * 3, 1, False, [True, True, True])
-            call = lambda dy, x, w, g=geometry: ops.conv_backward(dy, x, w, *g, backend="kgopt", allow_tf32=True)  # noqa: E731
-            run(f"conv_backward {name} {dtype}", dy, x, weight, backward=False, call=call)
-        x = tensor(2, 32, 6, 11, 36, dtype=dtype, channels_last=True)
-        dy = tensor(2, 40, 3, 6, 18, dtype=dtype, channels_last=True)
-        geometry = ([2] * 3, [1] * 3, [1] * 3, [0] * 3, 1, False, [False, True, False])
-        call = lambda dy, x, w, g=geometry: ops.conv_backward(dy, x, w, *g, backend="kgopt", allow_tf32=True)  # noqa: E731
-        run(f"conv_backward stride 2 {dtype}", dy, x, tensor(40, 32, 3, 3, 3, dtype=dtype), backward=False, call=call)
+            weight, bias = tensor(c_out, 32, 3, 3, 3), tensor(c_out)
+            run(f"conv3d fp32 weights {c_out} {dtype}", x, weight, bias, call=call, backward=False)
+
+
+def run_gradients(name, dy, x, weight, geometry, wanted=(True, True, True), backend="kgopt") -> None:
+    """``geometry``: stride, padding, dilation, output padding, groups, transposed."""
+    call = lambda dy, x, w: ops.conv_backward(dy, x, w, *geometry, list(wanted), backend=backend, allow_tf32=True)  # noqa: E731
+    run(f"conv_backward {name} {x.dtype}", dy, x, weight, backward=False, call=call)
+
+
+def gradients_in_channels_last(dtype: torch.dtype) -> None:
+    for name, c_in, c_out, size, kernel, transposed in (
+        ("", 32, 40, (5, 9, 37), (3, 3, 3), False),
+        ("16 channels", 16, 32, (5, 9, 20), (3, 3, 3), False),
+        ("transposed", 40, 32, (3, 7, 18), (3, 3, 3), True),
+        ("2d", 64, 32, (1, 19, 50), (1, 3, 3), False),
+        ("5 deep", 16, 32, (6, 5, 20), (5, 3, 3), False),
+        ("first layer", 4, 32, (5, 9, 40), (3, 3, 3), False),
+        ("first layer, 2d", 3, 16, (1, 21, 48), (1, 3, 3), False),
+    ):
+        x, dy = (tensor(2, c, *size, dtype=dtype, channels_last=True) for c in (c_in, c_out))
+        weight = tensor(*((c_in, c_out) if transposed else (c_out, c_in)), *kernel, dtype=dtype)
+        geometry = ([1] * 3, [k // 2 for k in kernel], [1] * 3, [0] * 3, 1, transposed)
+        run_gradients(name, dy, x, weight, geometry, (c_in > 4, True, True))
+    for c_in, c_out in ((32, 3), (40, 1), (8, 7)):
+        x, dy = (tensor(2, c, 9, 17, 19, dtype=dtype, channels_last=True) for c in (c_in, c_out))
+        geometry = ([1] * 3, [0] * 3, [1] * 3, [0] * 3, 1, False)
+        weight = tensor(c_out, c_in, 1, 1, 1, dtype=dtype)
+        run_gradients(f"head {c_in} {c_out}", dy, x, weight, geometry, backend="auto")
+    x = tensor(2, 32, 6, 11, 36, dtype=dtype, channels_last=True)
+    dy = tensor(2, 40, 3, 6, 18, dtype=dtype, channels_last=True)
+    geometry = ([2] * 3, [1] * 3, [1] * 3, [0] * 3, 1, False)
+    run_gradients("stride 2", dy, x, tensor(40, 32, 3, 3, 3, dtype=dtype), geometry, (False, True, False))
+
+
+def gradients_of_first_layers(dtype: torch.dtype) -> None:
+    for name, c_in, c_out, size, kernel, padding in (
+        ("contiguous", 3, 24, (5, 9, 38), (3, 3, 3), (0, 1, 0)),
+        ("contiguous, padded", 4, 20, (5, 9, 40), (3, 3, 3), (1, 1, 1)),
+        ("2d, contiguous", 8, 64, (1, 21, 48), (1, 3, 3), (0, 0, 0)),
+    ):
+        x, weight = tensor(2, c_in, *size, dtype=dtype), tensor(c_out, c_in, *kernel, dtype=dtype)
+        out = [s + 2 * p - k + 1 for s, p, k in zip(size, padding, kernel, strict=True)]
+        dy = tensor(2, c_out, *out, dtype=dtype)
+        run_gradients(f"first layer, {name}", dy, x, weight, ([1] * 3, list(padding), [1] * 3, [0] * 3, 1, False))
 
 
 def between_cases() -> None:
     for dtype, last, spatial in itertools.product(DTYPES, (False, True), ((5, 7), (3, 5, 7))):
         rank = len(spatial)
         for channels in (16, 3):
-            label = f"{dtype} {'channels_last' if last else 'contiguous'} {spatial} {channels}"
+            label = f"{dtype} {format_name(last)} {spatial} {channels}"
             x = tensor(2, channels, *spatial, dtype=dtype, channels_last=last)
             larger = tensor(2, channels, *(2 * s for s in spatial), dtype=dtype, channels_last=last)
             run(f"upsample_linear {label}", x, larger, backward=False, call=ops.upsample_linear)
@@ -412,7 +393,7 @@ def norm_lse_cases() -> None:
         stats = torch.float64 if dtype == torch.float64 else torch.float32
         for channels, groups, spatial in ((8, 2, (9, 20)), (136, 8, (4, 7)), (15, 5, (3, 5)), (300, 10, (2, 2))):
             run(
-                f"norm_lse_backward {dtype} {'channels_last' if last else 'contiguous'} {channels} {spatial}",
+                f"norm_lse_backward {dtype} {format_name(last)} {channels} {spatial}",
                 tensor(3, channels, *spatial, dtype=dtype, channels_last=last),
                 tensor(channels, dtype=dtype),
                 tensor(channels, dtype=dtype),
@@ -425,116 +406,64 @@ def norm_lse_cases() -> None:
 
 
 def pipeline_cases() -> None:
-    for dtype in DTYPES:
-        for backward in (False,) if "--own-kernels" in sys.argv else (False, True):
-            label = f"{dtype} {'forward and backward' if backward else 'forward'}"
-            affine8 = (tensor(8, dtype=dtype), tensor(8, dtype=dtype))
-            run(
-                f"conv3d_group_norm_mean {label}",
-                tensor(2, 3, 6, 9, 11, dtype=dtype),
-                tensor(8, 3, 3, 3, 3, dtype=dtype),
-                tensor(8, dtype=dtype),
-                *affine8,
-                backward=backward,
-                call=lambda x, w, b, g, h: ops.conv3d_group_norm_mean(x, w, b, 4, g, h),
-            )
-            run(
-                f"conv_transpose3d_relu_group_norm {label}",
-                tensor(1, 6, 3, 5, 7, dtype=dtype),
-                tensor(6, 8, 3, 3, 3, dtype=dtype),
-                None,
-                *affine8,
-                backward=backward,
-                call=lambda x, w, b, g, h: ops.conv_transpose3d_relu_group_norm(x, w, b, 4, g, h, [2, 2, 2]),
-            )
-            run(
-                f"conv2d_..._logsumexp {label}",
-                tensor(2, 8, 13, 19, dtype=dtype),
-                tensor(24, 8, 3, 3, dtype=dtype),
-                tensor(24, dtype=dtype),
-                tensor(24, dtype=dtype),
-                tensor(24, dtype=dtype),
-                backward=backward,
-                call=lambda x, w, b, g, h: ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp(x, w, b, 8, g, h),
-            )
+    small_pipelines()
+    logsumexp_with_positions_as_rows()
+    pipelines_of_several_tiles()
+    # Statistics from the input's autocorrelation, which are taken of many images.
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight = tensor(128, 8, 64, 64, dtype=dtype), tensor(40, 8, 3, 3, dtype=dtype)
+        run_chain(f"conv2d_..._logsumexp of many images {dtype}", LOGSUMEXP, x, weight, 40, 8, allow_tf32=True)
+    transposed_pipelines_in_one_launch()
 
-    # On Hopper: positions as rows of the products, an input of small spread around a slope, several chunks of channels.
+
+def small_pipelines() -> None:
+    for dtype, backward in itertools.product(DTYPES, (False,) if "--own-kernels" in sys.argv else (False, True)):
+        label = f"{dtype} {'forward and backward' if backward else 'forward'}"
+        for name, op, x, weight, c_out, groups, *rest in (
+            ("conv3d_group_norm_mean", MEAN, (2, 3, 6, 9, 11), (8, 3, 3, 3, 3), 8, 4),
+            ("conv_transpose3d_relu_group_norm", TRANSPOSED, (1, 6, 3, 5, 7), (6, 8, 3, 3, 3), 8, 4, [2, 2, 2]),
+            ("conv2d_..._logsumexp", LOGSUMEXP, (2, 8, 13, 19), (24, 8, 3, 3), 24, 8),
+        ):
+            x, weight = tensor(*x, dtype=dtype), tensor(*weight, dtype=dtype)
+            bias = op is not TRANSPOSED
+            run_chain(f"{name} {label}", op, x, weight, c_out, groups, *rest, bias=bias, backward=backward)
+
+
+def logsumexp_with_positions_as_rows() -> None:
+    """On Hopper: positions as rows of the products, an input of small spread around a slope, several chunks of
+    channels.
+    """
     for dtype, smooth in itertools.product((torch.float32, *HALVES), (False, True)):
         x, weight = tensor(2, 8, 70, 136, dtype=dtype), tensor(40, 8, 3, 3, dtype=dtype)
         if smooth:
             x = x * 1e-3 + torch.linspace(0, 1, 136, device=x.device, dtype=dtype)
             weight -= weight.mean(dim=(1, 2, 3), keepdim=True)
-        run(
-            f"conv2d_..._logsumexp to 40 channels {dtype}{' of a slope' if smooth else ''}",
-            *(x, weight, tensor(40, dtype=dtype), tensor(40, dtype=dtype), tensor(40, dtype=dtype)),
-            backward=False,
-            call=lambda x, w, b, g, h: ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp(x, w, b, 8, g, h),
-        )
-        run(
-            f"conv2d_..._logsumexp of 12 channels {dtype}{' 300 times as large' if smooth else ''}",
-            *(tensor(2, 12, 21, 37, dtype=dtype) * (300 if smooth else 1), tensor(64, 12, 3, 3, dtype=dtype)),
-            *(tensor(64, dtype=dtype), tensor(64, dtype=dtype), tensor(64, dtype=dtype)),
-            backward=False,
-            call=lambda x, w, b, g, h: ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp(x, w, b, 8, g, h),
-        )
+        run_chain(f"conv2d_..._logsumexp to 40 channels {dtype} slope={smooth}", LOGSUMEXP, x, weight, 40, 8)
+        x = tensor(2, 12, 21, 37, dtype=dtype) * (300 if smooth else 1)
+        weight = tensor(64, 12, 3, 3, dtype=dtype)
+        run_chain(f"conv2d_..._logsumexp of 12 channels {dtype} large={smooth}", LOGSUMEXP, x, weight, 64, 8)
 
-    # On Hopper: rows of 32 and of 64 positions, several tiles, channels as rows of the products and as columns.
+
+def pipelines_of_several_tiles() -> None:
+    """On Hopper: rows of 32 and of 64 positions, channels as rows of the products and as columns."""
     for dtype, tf32, c_out, last in itertools.product((torch.float32, *HALVES), (True, False), (16, 40), (False, True)):
         if dtype in HALVES and not tf32:
             continue
-        label = f"{dtype} tf32={tf32} to {c_out} {'channels_last' if last else 'contiguous'}"
-        affine = (tensor(c_out, dtype=dtype), tensor(c_out, dtype=dtype))
-        run(
-            f"conv3d_group_norm_mean {label}",
-            tensor(2, 3, 4, 11, 20, dtype=dtype, channels_last=last),
-            tensor(c_out, 3, 2, 3, 3, dtype=dtype),
-            tensor(c_out, dtype=dtype),
-            *affine,
-            backward=False,
-            call=lambda x, w, b, g, h, tf32=tf32: ops.conv3d_group_norm_mean(x, w, b, 8, g, h, allow_tf32=tf32),
-        )
+        label = f"{dtype} tf32={tf32} to {c_out} {format_name(last)}"
+        x, weight = tensor(2, 3, 4, 11, 20, dtype=dtype, channels_last=last), tensor(c_out, 3, 2, 3, 3, dtype=dtype)
+        run_chain(f"conv3d_group_norm_mean {label}", MEAN, x, weight, c_out, 8, allow_tf32=tf32)
         for size in ((11, 30), (38, 150)):
-            run(
-                f"conv2d_..._logsumexp {label} {size}",
-                tensor(2, 7, *size, dtype=dtype, channels_last=last),
-                tensor(c_out, 7, 3, 3, dtype=dtype),
-                tensor(c_out, dtype=dtype),
-                *affine,
-                backward=False,
-                call=lambda x, w, b, g, h, tf32=tf32: ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp(
-                    x, w, b, 8, g, h, allow_tf32=tf32
-                ),
-            )
+            x, weight = tensor(2, 7, *size, dtype=dtype, channels_last=last), tensor(c_out, 7, 3, 3, dtype=dtype)
+            run_chain(f"conv2d_..._logsumexp {label} {size}", LOGSUMEXP, x, weight, c_out, 8, allow_tf32=tf32)
 
-    # Statistics from the input's autocorrelation, which are taken of many images.
-    for dtype in (torch.float32, torch.bfloat16):
-        run(
-            f"conv2d_..._logsumexp of many images {dtype}",
-            tensor(128, 8, 64, 64, dtype=dtype),
-            tensor(40, 8, 3, 3, dtype=dtype),
-            tensor(40, dtype=dtype),
-            *(tensor(40, dtype=dtype) for _ in range(2)),
-            backward=False,
-            call=lambda x, w, b, g, h: ops.conv2d_group_norm_tanh_hardswish_residual_logsumexp(
-                x, w, b, 8, g, h, allow_tf32=True
-            ),
-        )
 
-    # On Hopper in one launch: tiles across planes, several samples and tiles a block, two tiles of channels.
+def transposed_pipelines_in_one_launch() -> None:
+    """On Hopper: tiles across planes, several samples and tiles a block, two tiles of channels."""
     for dtype, tf32 in ((torch.float32, True), (torch.float32, False), *((d, True) for d in HALVES)):
         for n, c_in, c_out, size in ((4, 40, 72, (3, 6, 10)), (2, 64, 136, (6, 14, 22)), (7, 33, 128, (6, 30, 62))):
-            run(
-                f"conv_transpose3d_relu_group_norm {dtype} tf32={tf32} {n}x{c_in} to {c_out} {size}",
-                tensor(n, c_in, *size, dtype=dtype),
-                tensor(c_in, c_out, 3, 3, 3, dtype=dtype),
-                tensor(c_out, dtype=dtype),
-                tensor(c_out, dtype=dtype),
-                tensor(c_out, dtype=dtype),
-                backward=False,
-                call=lambda x, w, b, g, h, tf32=tf32: ops.conv_transpose3d_relu_group_norm(
-                    x, w, b, 8, g, h, backend="kgopt", allow_tf32=tf32
-                ),
-            )
+            label = f"conv_transpose3d_relu_group_norm {dtype} tf32={tf32} {n}x{c_in} to {c_out} {size}"
+            x, weight = tensor(n, c_in, *size, dtype=dtype), tensor(c_in, c_out, 3, 3, 3, dtype=dtype)
+            run_chain(label, TRANSPOSED, x, weight, c_out, 8, backend="kgopt", allow_tf32=tf32)
 
 
 SECTIONS = {

@@ -13,7 +13,7 @@ from torch import nn
 import kgopt
 from kgopt import accuracy
 from kgopt.cli.models import PIPELINES
-from kgopt.rewrite import emit, glue, layout, policy, sites, training, whole
+from kgopt.rewrite import clocks, emit, glue, layout, measuring, sites, training, whole
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.glue import search
 
@@ -74,9 +74,11 @@ def in_tf32(chain, x, conv, norm):
 def verdict(monkeypatch, chain, ours, affine=True):
     """What is said of ``ours(chain, x, conv, norm)``, which is faster."""
     x, conv, norm = site(chain, affine)
-    monkeypatch.setattr(policy, "time_both", lambda first, second, device: (2.0, 1.0))
-    monkeypatch.setattr(policy, "emit_kgopt", lambda chain, call, x, rank, conv, norm, fold: ours(chain, x, conv, norm))
-    return policy.measure(policy.Question(chain, x, conv, norm, False, False, lambda: None, (), emit.call_now))
+    monkeypatch.setattr(clocks, "time_both", lambda first, second, device: (2.0, 1.0))
+    monkeypatch.setattr(
+        measuring, "emit_kgopt", lambda chain, call, x, rank, conv, norm, fold: ours(chain, x, conv, norm)
+    )
+    return measuring.measure(measuring.Question(chain, x, conv, norm, False, False, lambda: None, (), emit.call_now))
 
 
 @pytest.mark.parametrize("chain", [LSE, MEAN], ids=["logsumexp", "mean"])
@@ -140,11 +142,11 @@ def test_a_part_of_a_large_input_says_what_the_errors_are(dims, channels_last, t
     """Above a size the two results were compared with each other: in TF32 every large site was refused."""
     x = torch.randn(dims)
     x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
-    part = policy.part_of(x, 2000)
+    part = measuring.part_of(x, 2000)
     assert 500 < part.numel() <= 2000
     assert part.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
-    assert policy.part_of(x, x.numel()) is x
-    monkeypatch.setattr(policy, "REFERENCE_ELEMENTS", 300)
+    assert measuring.part_of(x, x.numel()) is x
+    monkeypatch.setattr(measuring, "REFERENCE_ELEMENTS", 300)
     assert verdict(monkeypatch, LSE, in_tf32).reason == ""
 
     def wrong_in_the_last_sample(chain, x, conv, norm):
@@ -191,7 +193,7 @@ def test_convolutions_between_norms(how, allowed, monkeypatch):
 def test_convolutions_in_training(how, allowed, monkeypatch):
     if allowed:
         monkeypatch.setattr(accuracy, "may_take_tf32", lambda x: True)
-    monkeypatch.setattr(policy, "busy_both", lambda first, second, device: (2.0, 1.0))
+    monkeypatch.setattr(clocks, "busy_both", lambda first, second, device: (2.0, 1.0))
     conv = nn.Conv2d(4, 8, 3, padding=1)
 
     class Tf32(torch.autograd.Function):
@@ -227,7 +229,7 @@ def test_convolutions_in_training(how, allowed, monkeypatch):
 @pytest.mark.parametrize("mode", ["nearest", "bilinear"])
 def test_upsampling_in_training(mode, arguments, how, monkeypatch):
     """A corner of x has another size than the call asks for."""
-    monkeypatch.setattr(policy, "busy_both", lambda first, second, device: (2.0, 1.0))
+    monkeypatch.setattr(clocks, "busy_both", lambda first, second, device: (2.0, 1.0))
     monkeypatch.setattr(training, "_is_plain", lambda x: True)
     state = training.TrainingState(measuring=True)
 
@@ -308,12 +310,12 @@ def h200(tf32, monkeypatch):
         return tuple(out)
 
     conv2d, as_channels_last = F.conv2d, layout.as_channels_last
-    for module in (policy, sites):
+    for module in (measuring, sites):
         monkeypatch.setattr(module, "emit_kgopt", ours)
     monkeypatch.setitem(emit._TORCH_CONVS, "conv2d", theirs)
     monkeypatch.setattr(layout, "as_channels_last", converted)
-    monkeypatch.setattr(policy, "time_both", clock)
-    monkeypatch.setattr(policy, "busy_both", clock)
+    monkeypatch.setattr(clocks, "time_both", clock)
+    monkeypatch.setattr(clocks, "busy_both", clock)
     monkeypatch.setattr(whole, "chooses", lambda device: True)
     return spent
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -113,13 +114,13 @@ def test_nan_is_never_within_tolerance():
 def test_ideal_tf32_is_the_yardstick_of_tf32():
     """PyTorch may compute without TF32 what it allows in TF32: kgopt's TF32 result is then no failure."""
     assert accuracy.round_tf32(torch.tensor([1.0 + 2**-10, 1.0 + 2**-12])).tolist() == [1.0 + 2**-10, 1.0]
-    case = cases.dataclasses.replace(cases.suite_cases("pipelines")[0], shape=(2, 3, 6, 7, 8))
+    case = dataclasses.replace(cases.suite_cases("pipelines")[0], shape=(2, 3, 6, 7, 8))
 
     def in_tf32(model: nn.Module) -> nn.Module:
         rounded = measure.rounded_convolutions(model)
         return cases.Chain(lambda x: rounded(accuracy.round_tf32(x)))
 
-    case = cases.dataclasses.replace(case, kgopt=in_tf32)
+    case = dataclasses.replace(case, kgopt=in_tf32)
     settings = Settings(CPU, quick=True, compile=False, rep_ms=1, input_sets=1)
     ceilings = Ceilings(1e10, {"tf32": 1e11, "fp32": 1e11})
     tf32, fp32 = (
@@ -183,7 +184,7 @@ def test_unknown_suite():
     ],
 )
 def test_reference_pieces_agree_with_the_whole(model, slices, shape, count, monkeypatch):
-    monkeypatch.setattr(cases, "_PIECE", 1)  # so that everything is cut
+    monkeypatch.setattr("kgopt.cli.cases.case._PIECE", 1)  # so that everything is cut
     x = torch.randn(shape)
     with torch.no_grad():
         wanted = cases.double(model)(x.double())
@@ -199,9 +200,9 @@ def test_reference_pieces_agree_with_the_whole(model, slices, shape, count, monk
 
 def test_group_norm_parameter_gradients_from_pieces(monkeypatch):
     """Gradients of gamma and beta are summed over pieces that each see a few channels."""
-    monkeypatch.setattr(cases, "_PIECE", 1)
+    monkeypatch.setattr("kgopt.cli.cases.case._PIECE", 1)
     case = next(c for c in cases.suite_cases("groupnorm") if c.shape == (1, 512, 5, 32, 32))
-    small = cases.dataclasses.replace(case, shape=(2, 512, 2, 3, 3))
+    small = dataclasses.replace(case, shape=(2, 512, 2, 3, 3))
     settings = Settings(CPU, quick=True, compile=False, rep_ms=1, input_sets=2)
     rows = measure_case(small, "fp32", "backward", settings, Ceilings(1e10, {"fp32": 1e11}), FACTS)
     assert all(row["error"] < 1e-5 for row in rows if row["implementation"].startswith("eager"))

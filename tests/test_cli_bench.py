@@ -276,7 +276,7 @@ def test_bench_records_a_failing_baseline():
     def broken(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("first line\nsecond line")
 
-    case = cases.dataclasses.replace(case, kgopt=lambda model: cases.Chain(broken))
+    case = dataclasses.replace(case, kgopt=lambda model: cases.Chain(broken))
     settings = Settings(CPU, quick=True, compile=False, rep_ms=1, input_sets=1)
     rows = measure_case(case, "fp32", "forward", settings, Ceilings(1e10, {"fp32": 1e11}), FACTS)
     assert [row.get("failed") for row in rows] == [None, "RuntimeError: first line"]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import policy, race, whole
+from kgopt.rewrite import clocks, race, whole
 from kgopt.rewrite.graphs import calls as graph_calls
 from kgopt.rewrite.graphs import effects, keys, machine
 
@@ -207,7 +207,7 @@ def test_example_inputs_record_at_once(fake, monkeypatch):
 @pytest.fixture
 def auto(fake, monkeypatch):
     """Optimizes with all the defaults, as on a GPU."""
-    monkeypatch.setattr(policy, "time_both", lambda *_: (2.0, 1.0))
+    monkeypatch.setattr(clocks, "time_both", lambda *_: (2.0, 1.0))
     monkeypatch.setattr(race, "SLACK", math.inf)
     kgopt.forget()
 

@@ -1,6 +1,7 @@
 """Who imports whom: no circles in the package, and the layers of kgopt.rewrite as its docstring has them."""
 
 import ast
+import re
 from pathlib import Path
 
 import kgopt
@@ -70,3 +71,10 @@ def test_each_file_of_rewrite_imports_from_its_layer_or_those_before():
         assert file in place, f"{module} is in no layer of kgopt.rewrite's docstring"
         above = [n for n in needed if n.startswith("kgopt.rewrite.") and place[n.split(".")[2]] > place[file]]
         assert not above, f"{module} imports {above}, of a later layer"
+
+
+def test_the_documentation_has_the_same_layers():
+    """Its table lacked six files."""
+    text = (Path(__file__).parents[1] / "docs/architecture.md").read_text()
+    rows = text.split("| layer | files | question |")[1].split("\n\n")[0].splitlines()[2:]
+    assert [set(re.findall(r"`(\w+)/?`", row.split("|")[2])) for row in rows] == layers()

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import policy, watching
+from kgopt.rewrite import clocks, measuring, watching
 from tolerances import assert_as_good_as_torch
 
 
@@ -420,7 +420,7 @@ def test_example_inputs_measure_and_compare(device):
 
 def test_what_lost_with_the_example_inputs_is_put_back(device, monkeypatch):
     """Not even a check stays; the report still tells, and restore leaves no trace."""
-    monkeypatch.setattr(policy, "time_both", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr(clocks, "time_both", lambda *_: (1.0, 2.0))
     original = models.randomized(models.MonaiResBlock(), device)
     model = kgopt.optimize(copy.deepcopy(original), models.input_for(original, device))
     assert type(model.norm1) is nn.GroupNorm
@@ -440,7 +440,7 @@ def test_what_lost_with_the_example_inputs_is_put_back(device, monkeypatch):
 def test_the_faster_one_runs(faster, device, monkeypatch):
     times = (2.0, 1.0) if faster == "kgopt" else (1.0, 2.0)
     calls = []
-    monkeypatch.setattr(policy, "time_both", lambda a, b, device: calls.append(1) or times)
+    monkeypatch.setattr(clocks, "time_both", lambda a, b, device: calls.append(1) or times)
     model = kgopt.optimize(models.randomized(models.MonaiResBlock(), device))
     x = models.input_for(model, device)
     model(x)
@@ -464,16 +464,16 @@ def test_modules_that_are_not_called_any_more_count(device, monkeypatch):
     alone = models.randomized(nn.Sequential(nn.Conv3d(8, 8, 1), nn.GroupNorm(2, 8)), device)
     for block, times in ((model, 2), (alone, 0)):
         called = []
-        monkeypatch.setattr(policy, "_NOTHING", called.append)
-        monkeypatch.setattr(policy, "time_both", lambda first, second, device: (first(), second(), (2.0, 1.0))[-1])
+        monkeypatch.setattr(measuring, "_NOTHING", called.append)
+        monkeypatch.setattr(clocks, "time_both", lambda first, second, device: (first(), second(), (2.0, 1.0))[-1])
         kgopt.optimize(block, models.input_for(model, device), channels_last=False)  # else in both layouts
         sites = len(kgopt.report(block).sites)
         assert len(called) == times * sites
 
 
 def test_a_site_that_is_less_accurate_goes_back(device, monkeypatch):
-    monkeypatch.setattr(policy, "time_both", lambda a, b, device: (2.0, 1.0))
-    monkeypatch.setattr(policy, "_errors", lambda *_: (1e-7, 1e-2))
+    monkeypatch.setattr(clocks, "time_both", lambda a, b, device: (2.0, 1.0))
+    monkeypatch.setattr(measuring, "_errors", lambda *_: (1e-7, 1e-2))
     model = kgopt.optimize(models.randomized(models.MonaiResBlock(), device))
     x = models.input_for(model, device)
     model(x)

@@ -13,7 +13,7 @@ from torch import nn
 
 import kgopt
 from kgopt._layout import is_dense_channels_last
-from kgopt.rewrite import classes, glue, known, layout, policy, watching, whole
+from kgopt.rewrite import classes, clocks, glue, known, layout, measuring, policy, watching, whole
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.glue import kernels, plans, search
 from test_optimize import assert_same_results, ops_of, optimized
@@ -225,7 +225,7 @@ def test_the_whole_model_decides(monkeypatch):
     for times, kept in (((2e-3, 1e-3), True), ((1e-3, 2e-3), False)):
         found(model, x)
         kgopt.forget()
-        monkeypatch.setattr(policy, "time_both", lambda first, second, device, times=times: times)
+        monkeypatch.setattr(clocks, "time_both", lambda first, second, device, times=times: times)
         text = whole_of(model, x).choose_between("given")
         assert bool(glue.modules_of(model)) is kept
         assert ("left alone" in text) is not kept
@@ -239,7 +239,7 @@ def test_the_rest_may_stay_without_the_convolutions(monkeypatch):
     found(model, x)
     every = len(glue.modules_of(model))
     times = iter([(2e-3, 3e-3), (2e-3, 1e-3)])
-    monkeypatch.setattr(policy, "time_both", lambda first, second, device: next(times))
+    monkeypatch.setattr(clocks, "time_both", lambda first, second, device: next(times))
     decided.choose_between("given")
     torch.testing.assert_close(decided.call(), expected)
     assert len(glue.modules_of(model)) == every - 1
@@ -273,9 +273,9 @@ def test_optimize_measures_glue_on_a_gpu():
 
 
 def test_hidden_launches_take_sites_that_lose_by_launch_alone():
-    slow_launch = policy.Measured(40e-6, 60e-6, 0.0, 0.0, "PyTorch is faster here", 30e-6, 10e-6)
-    slow_work = policy.Measured(40e-6, 60e-6, 0.0, 0.0, "PyTorch is faster here", 30e-6, 35e-6)
-    faster = policy.Measured(40e-6, 20e-6, 0.0, 0.0)
+    slow_launch = measuring.Measured(40e-6, 60e-6, 0.0, 0.0, "PyTorch is faster here", 30e-6, 10e-6)
+    slow_work = measuring.Measured(40e-6, 60e-6, 0.0, 0.0, "PyTorch is faster here", 30e-6, 35e-6)
+    faster = measuring.Measured(40e-6, 20e-6, 0.0, 0.0)
     assert [m.ours(False) for m in (slow_launch, slow_work, faster)] == [False, False, True]
     assert [m.ours(True) for m in (slow_launch, slow_work, faster)] == [True, False, True]
     state = policy.SiteState(results={"key": slow_launch})
@@ -290,7 +290,7 @@ def test_hidden_launches_take_sites_that_lose_by_launch_alone():
 
 @pytest.mark.parametrize(("times", "hidden"), [((2e-3, 1e-3), True), ((1e-3, 2e-3), False)])
 def test_the_whole_model_decides_whether_launches_are_hidden(monkeypatch, times, hidden):
-    state = policy.SiteState(results={"key": policy.Measured(4e-5, 6e-5, 0.0, 0.0, "PyTorch", 3e-5, 1e-5)})
+    state = policy.SiteState(results={"key": measuring.Measured(4e-5, 6e-5, 0.0, 0.0, "PyTorch", 3e-5, 1e-5)})
     seen = []
 
     def timed(first, second, device):
@@ -299,7 +299,7 @@ def test_the_whole_model_decides_whether_launches_are_hidden(monkeypatch, times,
             seen.append(state.hidden)
         return times
 
-    monkeypatch.setattr(policy, "time_both", timed)
+    monkeypatch.setattr(clocks, "time_both", timed)
     model = nn.Identity()
     known.put(model, site=state)
     whole_of(model, torch.zeros(1)).choose_hidden("given")

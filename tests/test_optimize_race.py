@@ -11,18 +11,18 @@ from torch import nn
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import layout, policy, race, whole
+from kgopt.rewrite import clocks, layout, measuring, race, whole
 from kgopt.rewrite.transaction import LOCK
 
-TIME_BOTH = policy.time_both
+TIME_BOTH = clocks.time_both
 
 
 @pytest.fixture(autouse=True)
 def sites_win(monkeypatch):
     """Each site is faster on kgopt, so that only the whole model decides."""
     monkeypatch.setattr(race, "SLACK", 1.01)
-    monkeypatch.setattr(policy, "time_both", lambda first, second, device: (2.0, 1.0))
-    monkeypatch.setattr(policy, "_errors", lambda question: (0.0, 0.0))
+    monkeypatch.setattr(clocks, "time_both", lambda first, second, device: (2.0, 1.0))
+    monkeypatch.setattr(measuring, "_errors", lambda question: (0.0, 0.0))
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def clock(monkeypatch):
                 function()
             return before, after
 
-        monkeypatch.setattr(policy, "clock_both", clock_both)
+        monkeypatch.setattr(clocks, "clock_both", clock_both)
         return asked
 
     return says
@@ -130,7 +130,7 @@ def test_both_forms_run_in_turn(device, monkeypatch):
         ready[0]()
         return 1.0, 0.5
 
-    monkeypatch.setattr(policy, "clock_both", look)
+    monkeypatch.setattr(clocks, "clock_both", look)
     monkeypatch.setattr(whole, "chooses", lambda device: True)
     monkeypatch.setattr(whole.Whole, "layout_seconds", lambda self, layout: 1.0 if layout != "channels_last" else 0.5)
     monkeypatch.setattr(whole.Whole, "find_between", lambda self: None)
@@ -172,7 +172,7 @@ def test_a_clock_that_fails_leaves_the_model_as_it_was(device, monkeypatch):
         ready[0]()
         raise RuntimeError("no clock")
 
-    monkeypatch.setattr(policy, "clock_both", fails)
+    monkeypatch.setattr(clocks, "clock_both", fails)
     original = models.randomized(models.MonaiResBlock(), device)
     model = copy.deepcopy(original)
     with pytest.raises(RuntimeError, match="no clock"):
@@ -196,7 +196,7 @@ def test_the_clock_is_a_clock():
         return wait
 
     ready = waits(0.005, "A"), waits(0.005, "B")
-    before, after = policy.clock_both(waits(0.001, "a"), waits(0.003, "b"), torch.device("cpu"), ready)
+    before, after = clocks.clock_both(waits(0.001, "a"), waits(0.003, "b"), torch.device("cpu"), ready)
     assert 0.001 <= before < 0.0025
     assert 0.003 <= after < 0.0045
     assert done[:3] == ["A", "a", "a"]
@@ -210,7 +210,7 @@ def test_the_clock_is_a_clock():
 )
 def test_a_difference_that_is_clear_ends_the_timing(seconds, calls, monkeypatch):
     """Training of a large model was called 54 times for each question: half a minute."""
-    monkeypatch.setattr(policy, "_cuda_seconds", lambda function, device: function())
+    monkeypatch.setattr(clocks, "_cuda_seconds", lambda function, device: function())
     done = [0, 0]
 
     def called(at):

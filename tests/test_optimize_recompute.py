@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import policy, race, recompute
+from kgopt.rewrite import clocks, measuring, race, recompute
 from tolerances import assert_as_good_as_torch
 
 
@@ -363,9 +363,9 @@ def test_auto_takes_what_costs_little(after, on, device, monkeypatch):
             step()
         return 1.0, after
 
-    monkeypatch.setattr(policy, "time_both", lambda first, second, device: (2.0, 1.0))
-    monkeypatch.setattr(policy, "_errors", lambda question: (0.0, 0.0))
-    monkeypatch.setattr(policy, "clock_both", clock)
+    monkeypatch.setattr(clocks, "time_both", lambda first, second, device: (2.0, 1.0))
+    monkeypatch.setattr(measuring, "_errors", lambda question: (0.0, 0.0))
+    monkeypatch.setattr(clocks, "clock_both", clock)
     model = models.randomized(BLOCKS["group norm, silu, conv"](), device).train()
     x = input_of(device, torch.float32)
     kgopt.optimize(model, x, recompute="auto")

@@ -16,7 +16,7 @@ from torch import nn
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import policy
+from kgopt.rewrite import clocks
 from optimize_models import FUSED
 from test_optimize import assert_same_results, ops_of, optimized, run
 
@@ -242,7 +242,7 @@ def test_compile_sees_hooks_that_come_later(fresh_dynamo):
 @pytest.mark.parametrize("faster", ["kgopt", "pytorch"])
 def test_compile_after_measuring_keeps_the_verdict(faster, device, monkeypatch, fresh_dynamo):
     for timer in ("time_both", "busy_both"):  # with launches, and where they are hidden
-        monkeypatch.setattr(policy, timer, lambda *_: (2.0, 1.0) if faster == "kgopt" else (1.0, 2.0))
+        monkeypatch.setattr(clocks, timer, lambda *_: (2.0, 1.0) if faster == "kgopt" else (1.0, 2.0))
     model = kgopt.optimize(models.randomized(models.MonaiResBlock(), device).eval().requires_grad_(False))
     x = models.input_for(model, device)
     model(x)

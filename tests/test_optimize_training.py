@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import classes, known, policy, training, whole
+from kgopt.rewrite import classes, clocks, known, measuring, timed, training, whole
 
 
 class Model(nn.Module):
@@ -154,7 +154,7 @@ def test_a_model_that_cannot_be_trained(monkeypatch):
     whole models are timed, `optimize` raised its backward's error."""
 
     def times_the_model(self, layout):
-        with whole.trial(self.root, grad=True), whole.original_code(self.root):
+        with timed.trial(self.root, grad=True), timed.original_code(self.root):
             self.timed()
         return ""
 
@@ -174,7 +174,7 @@ def test_a_model_that_cannot_be_trained(monkeypatch):
 
 def test_measuring_leaves_no_graph_behind(monkeypatch):
     """Hooks that gave saved results back kept graphs alive for ever; CUDA graphs could not be captured after that."""
-    monkeypatch.setattr(policy, "busy_both", lambda first, second, device: (first(), second(), (1.0, 0.5))[2])
+    monkeypatch.setattr(clocks, "busy_both", lambda first, second, device: (first(), second(), (1.0, 0.5))[2])
     conv, x = nn.Conv3d(2, 3, 3), torch.randn(1, 2, 4, 5, 6, requires_grad=True)
 
     def call(x):
@@ -182,7 +182,7 @@ def test_measuring_leaves_no_graph_behind(monkeypatch):
         accumulator(conv.weight).metadata["seen"] = True
         return y
 
-    with policy.own_saved_tensors():
+    with measuring.own_saved_tensors():
         y = call(x)
         assert "seen" in accumulator(conv.weight).metadata
         del y
@@ -215,7 +215,7 @@ def test_a_model_that_waits_for_the_host_keeps_the_convolutions_that_gain_much(m
         training._wrapped.add(module, functools.partial(training.TrainingState, ours={"x": gain}))
     decides = whole.Whole(model, torch.randn(1, 4, 2, 2), lambda name: "")
     decides._steps = False
-    monkeypatch.setattr(policy, "time_both", clock)
+    monkeypatch.setattr(clocks, "time_both", clock)
     text = decides.choose_between("given")
     assert text.startswith("kgopt's in a module")
     assert training.modules_of(model) == [model[1]]

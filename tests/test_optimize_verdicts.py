@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import fingerprint, glue, known, layout, policy, training, verdicts, whole
+from kgopt.rewrite import clocks, fingerprint, glue, known, layout, policy, training, verdicts, whole
 from kgopt.rewrite.glue import search
 
 CPU = torch.device("cpu")
@@ -172,8 +172,8 @@ def test_processes_agree(tmp_path):
 
 _VARIABLE = """
 import torch, kgopt
-from kgopt.rewrite import policy, verdicts
-policy.time_both = lambda first, second, device: ({before}, 1.0)
+from kgopt.rewrite import clocks, verdicts
+clocks.time_both = lambda first, second, device: ({before}, 1.0)
 model = kgopt.optimize(torch.nn.Sequential(torch.nn.GroupNorm(2, 4), torch.nn.SiLU()))
 model(torch.zeros(2, 4, 5))
 print(verdicts.store.folder)
@@ -300,8 +300,8 @@ def any_clock(monkeypatch, request):
         first(), second()
         return drawn.random(), drawn.random()
 
-    monkeypatch.setattr(policy, "time_both", clock)
-    monkeypatch.setattr(policy, "busy_both", clock)
+    monkeypatch.setattr(clocks, "time_both", clock)
+    monkeypatch.setattr(clocks, "busy_both", clock)
     monkeypatch.setattr(whole, "chooses", lambda device: True)
     monkeypatch.setattr(search, "SMALL", 1)
     return asked
@@ -426,7 +426,7 @@ def test_layouts_are_compared_when_all_else_is_decided(seconds, wins, any_clock,
         return 2.0, 1.0
 
     for clock in ("time_both", "busy_both"):
-        monkeypatch.setattr(policy, clock, lambda first, second, device: (2.0, 1.0))
+        monkeypatch.setattr(clocks, clock, lambda first, second, device: (2.0, 1.0))
     monkeypatch.setattr(whole.Whole, "seconds", answer)
     model, x = Net().eval(), torch.randn(2, 4, 9, 8)
     kgopt.optimize(model, x)
@@ -494,8 +494,8 @@ def test_saved_and_loaded_autoencoders_of_diffusers(any_clock, tmp_path):
 @pytest.mark.parametrize("training_mode", [False, True], ids=["eval", "train"])
 def test_copies_on_a_gpu_with_its_own_clock(training_mode, dtype, monkeypatch):
     torch.backends.cudnn.allow_tf32 = True
-    asked, clock = [], policy.time_both
-    monkeypatch.setattr(policy, "time_both", lambda *args: asked.append(1) or clock(*args))
+    asked, clock = [], clocks.time_both
+    monkeypatch.setattr(clocks, "time_both", lambda *args: asked.append(1) or clock(*args))
     net = Net().to("cuda", dtype).train(training_mode)
     x = torch.randn(2, 4, 66, 66, device="cuda", dtype=dtype)
     models = [kgopt.optimize(copy.deepcopy(net), x)]

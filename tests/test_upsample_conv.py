@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import glue, policy, upsampling
+from kgopt.rewrite import clocks, glue, upsampling
 from kgopt.rewrite.glue import calls, kernels, later, plans, search
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -492,7 +492,7 @@ def test_the_value_is_one_tensor():
 @pytest.mark.parametrize(("times", "option"), [((2e-3, 1e-3), "folded"), ((1e-3, 2e-3), "")])
 def test_the_pair_is_measured(times, option, monkeypatch):
     """Against both as they would run else."""
-    monkeypatch.setattr(policy, "busy_both", lambda first, second, device: (first(), second()) and times)
+    monkeypatch.setattr(clocks, "busy_both", lambda first, second, device: (first(), second()) and times)
     model, x = kgopt.optimize(Row().eval(), measure=False), draw((2, 4, 8, 9))
     kgopt.forget()
     with torch.no_grad():
@@ -506,7 +506,7 @@ def test_the_pair_is_measured(times, option, monkeypatch):
 
 
 def test_what_is_less_accurate_or_lies_otherwise_is_refused(monkeypatch):
-    monkeypatch.setattr(policy, "busy_both", lambda first, second, device: (2.0, 1.0))
+    monkeypatch.setattr(clocks, "busy_both", lambda first, second, device: (2.0, 1.0))
     conv, x = nn.Conv2d(4, 6, 3, padding=1).requires_grad_(False), draw((2, 4, 8, 9))
     call = calls.upsampled(x, (2, 2), conv)
     apart = lambda: conv(F.interpolate(x, scale_factor=2))  # noqa: E731

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+from kgopt.fuzz.drawn_model import randomized
 from kgopt.fuzz.writer import write_network
 
 __all__ = ["write_program"]
 
 Json = dict[str, Any]
 
-_RANDOMIZED = """
-def randomized(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            if p.dim() > 1 and p.numel() > max(p.shape):
-                noise = noise / max(1, p[0].numel()) ** 0.5
-            else:
-                noise = 0.3 * noise + (1.0 if name.endswith("weight") else 0.0)
-            p.copy_(noise)
-    return model
-"""
 _TENSORS = """
 def tensors(value):
     if isinstance(value, torch.Tensor):
@@ -121,7 +110,7 @@ def write_program(case: Json, device: str) -> str:
     options += ", recompute=True" if case.get("recompute") else ""
     if case["copy"] == "pickle":
         head = head.replace("import functools\n", "import functools\nimport pickle\n", 1)
-    lines = [head.rstrip("\n"), "", _RANDOMIZED, _TENSORS, ""]
+    lines = [head.rstrip("\n"), "", "\n" + inspect.getsource(randomized), _TENSORS, ""]
     for i, call in enumerate(case["calls"]):
         lines += _call(case, i, call, device)
     lines += _hook_functions(case)

@@ -12,15 +12,15 @@ class    known standing disguise                    what an optimized module kno
 site     chain patterns meanings modules roles      what can be fused, and what a module, function or method means in it
          classes reporting transaction              making the classes; the report; undoing what failed
          formulas interpret                         which norm over channels a forward computes
-verdict  verdicts fingerprint emit policy           PyTorch's code or ours: the rule and the measurement
-         channels                                   a norm over channels and the input at hand
-run      carry recompute sites norms formats        what runs in place of a site, of a norm, between norms, in training,
-         wrapped glue sums upsampling joins         in channels_last; what is left of it for the backward
-         training layout channel_norms
+verdict  verdicts fingerprint emit clocks           PyTorch's code or ours: the rule and the measurement;
+         measuring policy channels                  a norm over channels and the input at hand
+run      carry recompute arguments sites norms      what runs in place of a site, of a norm, between norms, in training,
+         formats wrapped glue sums upsampling       in channels_last; what is left of it for the backward
+         joins training layout channel_norms
 find     source sequential backend                  front ends: Python source, nn.Sequential, captured graphs
-         functional_norms upsampled_graphs
+         functional_norms upsampled_graphs contest
          inductor lowering                          what Inductor makes of the ops
-model    graphs whole race api                      CUDA graphs; what the whole model decides; optimize, restore, report
+model    graphs timed whole race api                CUDA graphs; what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================
 """
 

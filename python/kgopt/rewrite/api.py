@@ -20,10 +20,11 @@ from kgopt.rewrite.norms import NORMS
 from kgopt.rewrite.policy import SiteState
 from kgopt.rewrite.reporting import Report, SiteRow
 from kgopt.rewrite.roles import child_at
+from kgopt.rewrite.timed import arguments_of
 from kgopt.rewrite.transaction import LOCK, all_or_nothing
 from kgopt.rewrite.verdicts import store
 from kgopt.rewrite.watching import is_hooked
-from kgopt.rewrite.whole import Whole, arguments_of
+from kgopt.rewrite.whole import Whole
 from kgopt.torch_private import MODULES_ARE_KNOWN
 
 

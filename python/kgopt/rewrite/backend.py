@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from kgopt.rewrite import functional_norms, originals, policy, upsampled_graphs
+from kgopt.rewrite import emit, functional_norms, originals, policy, upsampled_graphs
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
 from kgopt.rewrite.functional_norms import ChannelNorm
@@ -312,7 +312,7 @@ class _Writer:
         with self.graph.inserting_before(self.last):
             y = emit_kgopt(chain, self._call, self.x, x.dim(), conv, norm, fold_pre=not autocast, added=self._added())
             # PyTorch's GroupNorm on CUDA gives a contiguous tensor, which later nodes may count on.
-            as_it_was = policy.as_torch_is_contiguous(chain, x.device)
+            as_it_was = emit.as_torch_is_contiguous(chain, x.device)
             if as_it_was and not x.is_contiguous():
                 y = self.graph.call_method("contiguous", (y,))
         y.meta["example_value"] = before

@@ -215,3 +215,17 @@ def run_torch(chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs) ->
         dims = list(range(1, y.dim())) if chain.dims is None else list(chain.dims)
         y = torch.mean(y, dims, chain.keepdim) if chain.reduce == "mean" else torch.logsumexp(y, dims, chain.keepdim)
     return y
+
+
+def as_torch_is_contiguous(chain: Chain, device: torch.device) -> bool:
+    """Where PyTorch gives a contiguous tensor though x is channels_last, and kgopt would keep channels_last."""
+    if chain.norm in CHANNELS:
+        return False  # emit_kgopt sees to it
+    return not chain.reduce and (chain.norm == "instance" or device.type == "cuda")
+
+
+def as_torch(chain: Chain, x: Tensor, y: Tensor) -> Tensor:
+    """The result in the memory format that PyTorch's own modules give."""
+    if not as_torch_is_contiguous(chain, y.device) or (not torch.compiler.is_compiling() and y.is_contiguous()):
+        return y
+    return y.contiguous()

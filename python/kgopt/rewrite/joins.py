@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kgopt._layout import FORMATS, is_dense_channels_last
-from kgopt.rewrite import policy, verdicts
+from kgopt.rewrite import clocks, measuring, verdicts
 from kgopt.rewrite.glue.calls import cat_of
 from kgopt.rewrite.glue.kernels import cat_channels_last, dense_channels_last
 
@@ -70,12 +70,12 @@ def _gain(tensors: tuple[Tensor, ...]) -> float:
         return torch.cat(list(tensors), 1)
 
     try:
-        with policy.own_saved_tensors():
+        with measuring.own_saved_tensors():
             expected, actual = step(theirs), step(join)
             if any(a.stride() != e.stride() for a, e in zip(actual, expected, strict=True)):
                 return 0.0
             del expected, actual
-            before, after = policy.busy_both(lambda: step(theirs), lambda: step(join), leaves[0].device)
+            before, after = clocks.busy_both(lambda: step(theirs), lambda: step(join), leaves[0].device)
     except (torch.OutOfMemoryError, RuntimeError):
         return 0.0
     return before - after if after < GAIN * before else 0.0

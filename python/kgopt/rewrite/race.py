@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from kgopt.rewrite import graphs, known, layout, policy, recompute
+from kgopt.rewrite import clocks, graphs, known, layout, recompute
 from kgopt.rewrite.disguise import become, original_class
 from kgopt.rewrite.reporting import Report
+from kgopt.rewrite.timed import trial
 from kgopt.rewrite.transaction import LOCK
-from kgopt.rewrite.whole import Whole, trial
+from kgopt.rewrite.whole import Whole
 
 # Of the time as it came, up to which an optimized model is not slower. Infinity: nobody asks.
 SLACK = 1.01
@@ -124,7 +125,7 @@ def choose_recompute(whole: Whole | None, root: nn.Module, found: Report) -> Non
 
     def measure() -> list[float]:
         with trial(root, True):
-            return list(policy.clock_both(whole.step, whole.step, whole.device, (switch(False), switch(True))))
+            return list(clocks.clock_both(whole.step, whole.step, whole.device, (switch(False), switch(True))))
 
     (before, after), _ = whole.settle("recompute", measure)
     state.enabled = after <= PRICE * before
@@ -139,7 +140,7 @@ def _clock(whole: Whole) -> list[float]:
     forms = _Forms(whole.root)
     with trial(whole.root, whole.root.training):
         try:
-            return list(policy.clock_both(whole.timed, whole.timed, whole.device, (forms.came, forms.made)))
+            return list(clocks.clock_both(whole.timed, whole.timed, whole.device, (forms.came, forms.made)))
         finally:
             forms.made()
 

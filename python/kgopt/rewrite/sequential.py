@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kgopt.rewrite import classes, disguise, known, originals, watching
+from kgopt.rewrite.arguments import keeps_format
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.heads import FollowedSite
@@ -17,7 +18,6 @@ from kgopt.rewrite.modules import Path, child, is_upsampler, only_conv, runs_lik
 from kgopt.rewrite.patterns import OTHER, Match, Node, is_trivial, match, why_alone
 from kgopt.rewrite.reporting import SiteRow
 from kgopt.rewrite.roles import role_of
-from kgopt.rewrite.sites import keeps_format
 from kgopt.rewrite.standing import Standing
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 

@@ -18,122 +18,18 @@ from torch import Tensor, nn
 from kgopt import ops as ops
 from kgopt._layout import as_channels_last
 from kgopt.rewrite import carry, channels, originals, policy, recompute, watching
+from kgopt.rewrite.arguments import channels_of, conv_args, fits, is_plain, keeps_format, norm_args, slope_of
 from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, PRELU, Chain
 from kgopt.rewrite.disguise import original_class
-from kgopt.rewrite.emit import ConvArgs, NormArgs, call_now, emit_kgopt, without_autocast
+from kgopt.rewrite.emit import ConvArgs, NormArgs, as_torch, call_now, emit_kgopt, without_autocast
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.known import Known
 from kgopt.rewrite.meanings import CONV_MODULES, activation_class, activation_of, is_identity
-from kgopt.rewrite.modules import guard_methods, has_own_methods, hides_parameters, is_as_is, runs_as_is
+from kgopt.rewrite.modules import guard_methods, has_own_methods, is_as_is, runs_as_is
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
-from kgopt.torch_private import (
-    FORWARD_AD,
-    LEVEL,
-    any_requires_grad,
-    len_torch_function_stack,
-    stands_for_a_plain_tensor,
-)
+from kgopt.torch_private import any_requires_grad, len_torch_function_stack
 
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
-_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-
-
-def is_plain(x: Any) -> bool:
-    """A tensor that kgopt's ops take: not a DTensor or another subclass, not a dual number."""
-    if type(x) is not Tensor and type(x) is not nn.Parameter and not stands_for_a_plain_tensor(x):
-        return False
-    if x.dtype not in _DTYPES or not (x.is_cuda or x.is_cpu) or x.layout is not torch.strided:
-        return False
-    return FORWARD_AD[LEVEL] < 0
-
-
-def _is_plain_beside(p: Any) -> bool:
-    """:func:`is_plain` of a parameter that is on the device of a plain tensor."""
-    if type(p) is not nn.Parameter:
-        return is_plain(p)
-    return p.dtype in _DTYPES and p.layout is torch.strided
-
-
-def _fits(p: Any, x: Tensor) -> bool:
-    """Whether a norm's weight or bias (or none) goes with x, a plain tensor, as the ops have it."""
-    if p is None:
-        return True
-    if type(p) is not nn.Parameter and not is_plain(p):
-        return False
-    dtype = p.dtype
-    return (dtype is x.dtype or dtype is torch.float32) and p.device == x.device and p.layout is torch.strided
-
-
-def slope_of(act: Any, x: Tensor, channels: int) -> Any:
-    """The slopes of an nn.PReLU behind a norm of x; None where PyTorch's own forward must see them, or refuse them."""
-    parameters = act._parameters
-    if "weight" not in parameters or hides_parameters(act):
-        return None
-    slope = parameters["weight"]
-    if slope is None or not _fits(slope, x) or slope.dim() > 1 or slope.numel() not in (1, channels):
-        return None
-    # Without autocast PyTorch wants one dtype.
-    return slope if slope.dtype is x.dtype or torch.is_autocast_enabled(x.device.type) else None
-
-
-def _channels_of(norm: Any) -> int:
-    return int(norm.num_channels if isinstance(norm, nn.GroupNorm) else norm.num_features)
-
-
-def keeps_format(norm: nn.Module) -> bool:
-    """Whether channels_last stays where PyTorch's norm would return a contiguous tensor. Any thread may restore it."""
-    known: Known | None = norm.__dict__.get("_kgopt")
-    return known is not None and known.keeps
-
-
-def norm_args(norm: Any, x: Tensor | None) -> NormArgs | None:
-    """A GroupNorm's or InstanceNorm's arguments for x; None where PyTorch's own forward must see it, or refuse it.
-
-    With x None nothing is checked but that the parameters are where they belong.
-    """
-    if (known := norm.__dict__.get("_kgopt")) is not None and known.channel is not None:
-        return None if x is None else channels.arguments(norm, known.channel, x)
-    parameters = norm._parameters  # not norm.weight: nn.Module.__getattr__ takes longer than the rest of this
-    if "weight" not in parameters or "bias" not in parameters or hides_parameters(norm):
-        return None
-    weight, bias = parameters["weight"], parameters["bias"]
-    group = isinstance(norm, nn.GroupNorm)
-    groups = norm.num_groups if group else norm.num_features
-    if x is not None:
-        shape, count = x.shape, x.numel()
-        if len(shape) < 2 or shape[1] != (norm.num_channels if group else groups):
-            return None
-        if count == 0 or count == groups * shape[0]:
-            return None  # one value a group: PyTorch refuses some of these, and says how
-        if not _fits(weight, x) or not _fits(bias, x):
-            return None
-    return NormArgs(groups, weight, bias, norm.eps)
-
-
-def _tensor_of(module: Any, name: str) -> Any:
-    """``module.name``, a parameter as a rule: nn.Module.__getattr__, where Python looks last, takes longer."""
-    parameters = module._parameters
-    return parameters[name] if name in parameters and name not in module.__dict__ else getattr(module, name)
-
-
-def conv_args(conv: Any, x: Tensor) -> ConvArgs | None:
-    """A convolution module's arguments for x; None where its own forward must see it."""
-    weight, bias = _tensor_of(conv, "weight"), _tensor_of(conv, "bias")
-    if x.dim() != len(conv.kernel_size) + 2 or conv.padding_mode != "zeros" or not _is_plain_beside(weight):
-        return None
-    if x.device != weight.device or not (bias is None or _is_plain_beside(bias)):
-        return None
-    if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        return None
-    padding = conv.padding
-    if isinstance(padding, str):
-        totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        if any(t % 2 for t in totals):
-            return None
-        padding = [t // 2 for t in totals]
-    output_padding = tuple(conv.output_padding) if conv.transposed else None
-    # A tuple of a tuple, which they are, is itself.
-    return ConvArgs(weight, bias, tuple(conv.stride), tuple(padding), tuple(conv.dilation), conv.groups, output_padding)
 
 
 class _Handed(threading.local):
@@ -297,7 +193,7 @@ class Site:
             args = self._handed(norm) or self._args(x, operands[0], norm, operands)
             assert args is not None
             y = emit_kgopt(self.chain, self._call_fused, x, 0, *args)
-            return y if keeps_format(norm) else policy.as_torch(self.chain, x, y)
+            return y if keeps_format(norm) else as_torch(self.chain, x, y)
         half = half or (self.keeps_dtype and torch.is_autocast_enabled(x.device.type))
         if torch.compiler.is_compiling():
             for operand in operands[:-1]:
@@ -319,7 +215,7 @@ class Site:
         y = emit_kgopt(self.chain, call, x, x.dim(), *both, fold, call_norm)
         if self.is_channel:
             self._offer_channel_norm(x, both[1], y)
-        return y if keeps_format(norm) else policy.as_torch(self.chain, x, y)
+        return y if keeps_format(norm) else as_torch(self.chain, x, y)
 
     def _offer_channel_norm(self, x: Tensor, n: NormArgs, y: Tensor) -> None:
         """The backward may have it computed again."""
@@ -358,7 +254,7 @@ class Site:
 
     def _finish(self, x: Tensor, norm: Any, y: Tensor) -> Tensor:
         """What a norm and its activation give, in PyTorch's format; the backward may have it computed again."""
-        z = y if keeps_format(norm) else policy.as_torch(self.chain, x, y)
+        z = y if keeps_format(norm) else as_torch(self.chain, x, y)
         # Autocast would make y of a float32 copy of x.
         if not _is_compiling() and recompute.is_open() and y.dtype is x.dtype:
             n = norm_args(norm, None)
@@ -402,7 +298,7 @@ class Site:
             guard_methods(norm)
             guard_methods(prelu)
         if prelu is not None:
-            slope = slope_of(prelu, x, _channels_of(norm))
+            slope = slope_of(prelu, x, channels_of(norm))
             if slope is None:
                 return None
             args = (x, slope, *args[2:6], other)
@@ -422,7 +318,7 @@ class Site:
         args = self._args_of_norm(x, conv, norm)
         if args is None or self.prelu_at < 0:
             return args
-        args[1].slope = slope_of(operands[self.prelu_at], x, _channels_of(norm))
+        args[1].slope = slope_of(operands[self.prelu_at], x, channels_of(norm))
         return None if args[1].slope is None else args
 
     def _args_of_norm(self, x: Tensor, conv: Any, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
@@ -430,7 +326,7 @@ class Site:
             if self.chain.norm == "instance" and x.dim() != (5 if isinstance(norm, nn.InstanceNorm3d) else 4):
                 return None
             of_norm = norm_args(norm, x)
-            if self.is_channel and of_norm is not None and not (_fits(of_norm.weight, x) and _fits(of_norm.bias, x)):
+            if self.is_channel and of_norm is not None and not (fits(of_norm.weight, x) and fits(of_norm.bias, x)):
                 return None
             return None if of_norm is None else (None, of_norm)
         of_conv, of_norm = conv_args(conv, x), norm_args(norm, None)
@@ -438,7 +334,7 @@ class Site:
             return None
         if conv.out_channels != (norm.num_channels if isinstance(norm, nn.GroupNorm) else norm.num_features):
             return None
-        if not _fits(of_norm.weight, x) or not _fits(of_norm.bias, x):
+        if not fits(of_norm.weight, x) or not fits(of_norm.bias, x):
             return None
         return of_conv, of_norm
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kgopt import accuracy
 from kgopt import ops as ops
 from kgopt._layout import FORMATS, format_of
-from kgopt.rewrite import classes, joins, known, originals, policy, verdicts, watching
+from kgopt.rewrite import classes, clocks, joins, known, measuring, originals, verdicts, watching
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.glue.calls import CATS, interpolate_of
 from kgopt.rewrite.glue.search import corner, innermost
@@ -287,12 +287,12 @@ def _gain(both: Both, x: Tensor) -> float:
         return y.detach(), *torch.autograd.grad(y, wanted, torch.ones_like(y))
 
     try:
-        with policy.own_saved_tensors():
+        with measuring.own_saved_tensors():
             expected, actual = step(both.theirs), step(both.ours)
             if actual[0].stride() != expected[0].stride() or not _is_right(both, x, expected, actual):
                 return 0.0
             del expected, actual
-            before, after = policy.busy_both(lambda: step(both.theirs), lambda: step(both.ours), x.device)
+            before, after = clocks.busy_both(lambda: step(both.theirs), lambda: step(both.ours), x.device)
     except (torch.OutOfMemoryError, RuntimeError):
         return 0.0
     return before - after if after < GAIN * before else 0.0

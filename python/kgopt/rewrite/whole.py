@@ -5,8 +5,7 @@ Two forms of the model are timed in turn, with the example inputs; the answers a
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,49 +17,10 @@ from kgopt.rewrite import fingerprint, glue, graphs, known, layout, policy, trai
 from kgopt.rewrite.disguise import become, original_class
 from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.reporting import Report
-from kgopt.rewrite.transaction import snapshot
-from kgopt.torch_private import has_backward_hooks, tree_leaves
+from kgopt.rewrite.timed import TimedModel, original_code, site_states
+from kgopt.torch_private import tree_leaves
 
 _ANOTHER_RESULT = 0.05  # a relative error beyond what rounding in another order makes, in any dtype
-
-
-def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of example inputs: a tensor, a tuple of arguments, or a dict of keywords."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
-
-
-@contextlib.contextmanager
-def trial(root: nn.Module, grad: bool) -> Iterator[None]:
-    """The model may be called, and afterwards nothing has happened to it."""
-    put_back = snapshot(root)
-    with torch.set_grad_enabled(grad):
-        try:
-            yield
-        finally:
-            put_back()
-
-
-def site_states(root: nn.Module) -> list[policy.SiteState]:
-    """Of the sites of a model."""
-    states = (known.get(m, "site") for m in root.modules())
-    return [state for state in states if state is not None]
-
-
-@contextlib.contextmanager
-def original_code(root: nn.Module) -> Iterator[None]:
-    """The model runs as it was before kgopt saw it, but for its layout."""
-    states: list[Any] = site_states(root)
-    states += map(glue.state_of, glue.modules_of(root))
-    states += map(training.state_of, training.modules_of(root))
-    for state in states:
-        state.enabled = False
-    try:
-        yield
-    finally:
-        for state in states:
-            state.enabled = True
 
 
 def chooses(device: torch.device) -> bool:
@@ -77,53 +37,23 @@ class _Form:
     glue: str  # what the report says
 
 
-class Whole:
-    """A model and its example inputs."""
+class Whole(TimedModel):
+    """A model and its example inputs: what only all of it can say."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        example: Any,
-        refuse: Callable[[str], str],
-        options: Any = (),
-    ) -> None:
+    def __init__(self, root: nn.Module, example: Any, refuse: Callable[[str], str], options: Any = ()) -> None:
         """``refuse``: why a module is left alone, by its path; ``options``: of optimize, as far as they matter."""
-        self.root = root
-        self.example = example
+        super().__init__(root, example)
         self.refuse = refuse
         self.options = options
         self.front: Any = training if root.training else glue
-        self.seed = torch.initial_seed()
-        self.device = torch.device("cpu")
-        self.key = ""
-        self.draws = False  # did the last call draw random numbers?
-        self._steps: bool | None = None  # is a backward timed, too? None: not tried yet
-        self._row = 0  # calls that are timed at once; 0: not tried yet
         self.expected: Any = None  # the original code's outputs
         self.error = 0.0  # of the sites' outputs, in the layout that the model came in
-        self.asked: list[bool] = []  # of each question, whether the answer was known
         self.busy: bool | None = None  # are its launches over long before its work? None: nobody asked
-        self.replays = False  # calls will be replayed as CUDA graphs: what launches take does not count
 
     @property
     def states(self) -> list[policy.SiteState]:
         """Of its sites."""
         return site_states(self.root)
-
-    def bare(self) -> Any:
-        """Calls the model, within a trial."""
-        args, kwargs = arguments_of(self.example)
-        return self.root(*args, **kwargs)
-
-    def call(self) -> Any:
-        """Calls the model, and nothing has happened to it afterwards."""
-        with trial(self.root, self.root.training):
-            torch.manual_seed(self.seed)
-            before = _random_states(self.device)
-            result = self.bare()
-            after = _random_states(self.device)
-            self.draws = not all(map(torch.equal, before, after))
-            return result
 
     def decide(self, channels_last: bool | str, measure: bool, found: Report, replays: bool = False) -> None:
         """Runs the example inputs: sites measure themselves, layouts are compared, and so is the result.
@@ -168,94 +98,10 @@ class Whole:
             if state is not None and original is not None and state.lost_everywhere:
                 become(module, original)
 
-    def says(self, question: str, ask: Callable[..., bool], *more: Any) -> bool:
-        """The answer about a call of the example inputs."""
-        args, kwargs = arguments_of(self.example)
-        (answer,), _ = self.settle(question, lambda: [float(ask(self.root, args, kwargs, *more))])
-        return bool(answer)
-
     def forget(self) -> None:
         """Sites measure themselves again, in another layout."""
         for state in self.states:
             state.forget()
-
-    # ------------------------------------------------------------------------------------------------------- timing
-
-    def seconds(self, question: str, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[float, float]:
-        """Of a call of two forms of the model, measured unless an equal model was asked the same.
-
-        On CUDA of a few short calls in a row, as models are used: of a single one that finds the GPU idle, the launches
-        of what comes first are most.
-        """
-
-        def measure() -> list[float]:
-            if self.replays:
-                with trial(self.root, False):
-                    found = graphs.seconds_of_replays(first, second, self.device)
-                if found is not None:
-                    return list(found)
-            with trial(self.root, self.root.training):
-                row = self.row(first)
-
-                def in_a_row(form: Callable[[], Any]) -> Callable[[], Any]:
-                    def run() -> None:
-                        for _ in range(row):
-                            form()
-
-                    return run
-
-                return [t / row for t in policy.time_both(in_a_row(first), in_a_row(second), self.device)]
-
-        (before, after), known = self.settle(f"{question} replayed" if self.replays else question, measure)
-        self.asked.append(known)
-        return before, after
-
-    def row(self, form: Callable[[], Any]) -> int:
-        """How many calls are timed at once. Within a trial."""
-        if self.device.type != "cuda":
-            return 1
-        if not self._row:
-            form()  # what a first call takes says nothing of the others
-            self._row = 3 if policy.seconds_once(form, self.device) < policy.SHORT else 1
-        return self._row
-
-    def settle(self, question: str, measure: Callable[[], list[float]]) -> tuple[Any, bool]:
-        """The answer for this model and these inputs, and whether it was known."""
-        return verdicts.store.settle(f"{self.key}|{question}", measure)
-
-    @property
-    def timed(self) -> Callable[[], Any]:
-        """What is timed: the call, in training with its backward, which takes two thirds of a step."""
-        if self._steps is None:
-            self._steps = self.goes_back()
-        return self.step if self._steps else self.bare
-
-    def step(self) -> None:
-        """The call and its backward, within a trial; no ``.grad`` is written."""
-        out = [t for t in tree_leaves(self.bare()) if isinstance(t, Tensor) and t.requires_grad]
-        parameters = [p for p in self.root.parameters() if p.requires_grad]
-        if out:
-            torch.autograd.grad(out, parameters, [torch.ones_like(t) for t in out], allow_unused=True)
-
-    def goes_back(self) -> bool:
-        """Whether the original can be trained, and nobody watches its gradients.
-
-        A forward that writes to what its backward needs runs without a gradient alone.
-        """
-        root = self.root
-        parameters = [p for p in root.parameters() if p.requires_grad]
-        watched = any(has_backward_hooks(p) or type(p.data) is not Tensor for p in parameters)
-        watched = watched or any(m._backward_hooks or m._backward_pre_hooks for m in root.modules())
-        if not root.training or not parameters or watched:
-            return False
-        with original_code(root), trial(root, True):
-            try:
-                self.step()
-            except RuntimeError:
-                return False
-        return True
-
-    # ------------------------------------------------------------------------------------------------- one layout
 
     def form(self, layout: str) -> _Form:
         """Decides all but the layout. Sites have measured themselves."""
@@ -430,12 +276,6 @@ class Whole:
         """Of a call in the form that the model now has."""
         timed = self.timed
         return min(self.seconds(f"layout {layout}", timed, timed))
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    """Of the generators that a model there may draw from."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 def _worst(expected: Any, actual: Any) -> float:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from kgopt._layout import as_channels_last
 from kgopt.rewrite import known
+from kgopt.rewrite.arguments import keeps_format, norm_args
 from kgopt.rewrite.glue.plans import Normalized, head_plan
 from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.modules import first_is_conv, guard_methods, is_as_is
-from kgopt.rewrite.sites import Site, keeps_format, norm_args
+from kgopt.rewrite.sites import Site
 
 _group_norm_conv = torch.ops.kgopt.group_norm_conv.default
 _group_norm_conv1x1 = torch.ops.kgopt.group_norm_conv1x1.default

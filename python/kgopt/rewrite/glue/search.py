@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kgopt import accuracy
 from kgopt._layout import format_of, is_dense_channels_last
-from kgopt.rewrite import classes, known, originals, policy, verdicts, watching
+from kgopt.rewrite import classes, clocks, known, originals, verdicts, watching
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue.calls import CATS, FUNCTIONS, INTERPOLATE, Call, recognize, upsampled
@@ -158,7 +158,7 @@ def _fastest(call: Call, original: Callable[[], Tensor]) -> str:
                 continue
             if not _is_right(call, option, expected, actual, original):
                 continue
-            before, after = policy.busy_both(original, functools.partial(call.run, option), call.x.device)
+            before, after = clocks.busy_both(original, functools.partial(call.run, option), call.x.device)
         except (torch.OutOfMemoryError, RuntimeError):
             continue
         if after < min(before, least):

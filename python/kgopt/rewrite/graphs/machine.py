@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kgopt.rewrite import policy
+from kgopt.rewrite import clocks
 from kgopt.torch_private import clear_blas_workspaces, end_allocation_to_pool
 
 LONG = 0.03  # seconds of a call whose launches "auto" looks at first
@@ -31,7 +31,7 @@ class Cuda:
 
     def seconds(self, first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
         """Of a call of each."""
-        return policy.clock_both(first, second, device)
+        return clocks.clock_both(first, second, device)
 
     def is_busy(self, call: Callable[[], Any], device: torch.device) -> bool:
         """Whether a long call's work takes much longer than its launches: a recording would hold memory for nothing."""

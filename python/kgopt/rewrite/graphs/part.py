@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kgopt.rewrite import classes, known, policy
+from kgopt.rewrite import classes, clocks, known
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.graphs import machine
 from kgopt.rewrite.graphs.calls import Graphs
@@ -92,7 +92,7 @@ def seconds_of_replays(
     try:
         with no_casts_kept():
             replay = replay_of(first)
-            return policy.time_both(replay, replay if second is first else replay_of(second), device)
+            return clocks.time_both(replay, replay if second is first else replay_of(second), device)
     except RuntimeError:
         return None
     finally:

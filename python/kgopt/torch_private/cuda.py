@@ -1,0 +1,101 @@
+"""Streams, precision, memory and graphs of CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kgopt.torch_private.lookup import expect, private
+
+
+def _conv_precision() -> str:
+    """The switch of cuDNN's convolutions; reading allow_tf32 warns, or raises where both interfaces were used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = getattr(getattr(torch.backends.cudnn, "conv", None), "fp32_precision", None)
+        return found if isinstance(found, str) else "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+def _set_conv_precision(precision: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        conv = getattr(torch.backends.cudnn, "conv", None)
+        if hasattr(conv, "fp32_precision"):
+            setattr(conv, "fp32_precision", precision)  # noqa: B010  (torch 2.10's type says nothing of it)
+        else:
+            torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+
+def _of_convolutions(path: str, probe: Callable[[Any], object]) -> Any:
+    found = private(path, None, "torch.backends.cudnn.conv.fp32_precision", probe)
+    return None if found is None else functools.partial(found, "cuda", "conv")
+
+
+# PyTorch's switch for cuDNN's convolutions in fp32: "tf32", "ieee" or "none".
+conv_precision: Callable[[], str] = (
+    _of_convolutions("torch._C._get_fp32_precision_getter", lambda get: expect(get("cuda", "conv"), str))
+    or _conv_precision
+)
+set_conv_precision: Callable[[str], None] = (
+    _of_convolutions("torch._C._set_fp32_precision_setter", lambda put: put("cuda", "conv", conv_precision()))
+    or _set_conv_precision
+)
+
+
+def _current_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+# In a torch without CUDA it is not there, and never called.
+current_stream: Callable[[int], int] = (
+    private("torch._C._cuda_getCurrentRawStream", _current_stream, "torch.cuda.current_stream")
+    if torch.version.cuda
+    else _current_stream
+)
+
+
+def _keep_busy(cycles: int) -> None:
+    """Passes over 64 MiB, each of which takes at least 20 us at the memory of today's GPUs."""
+    waste = torch.empty(2**24, device="cuda")
+    for _ in range(1 + int(cycles / 2e9 / 20e-6)):
+        waste.zero_()
+
+
+keep_busy: Callable[[int], None] = private("torch.cuda._sleep", _keep_busy, "writes to memory instead")
+
+
+def _of_cuda(name: str, instead: str) -> Any:
+    """A function that a torch without CUDA does not have, and never calls."""
+    return private(f"torch._C.{name}", None, instead) if torch.version.cuda else None
+
+
+_clear_blas = _of_cuda("_cuda_clearCublasWorkspaces", "graphs share cuBLAS's workspace with the calls beside them")
+_end_pool = _of_cuda("_cuda_endAllocateToPool", "a capture that failed stays on the allocator's list")
+_release_pool = _of_cuda("_cuda_releasePool", "memory of a capture that failed is kept")
+
+
+def clear_blas_workspaces() -> None:
+    """Has cuBLAS allocate its workspaces anew: within a capture from the graph's pool."""
+    if _clear_blas is not None:
+        _clear_blas()
+
+
+def end_allocation_to_pool(device: torch.device, pool: Any) -> None:
+    """What ``capture_end`` leaves out where the capture is void."""
+    for function in (_end_pool, _release_pool):
+        if function is not None:
+            with contextlib.suppress(RuntimeError):  # it was not left out
+                function(torch.cuda.current_device() if device.index is None else device.index, pool)
+
+
+dispatch_mode: Any = private(
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    None,
+    "kgopt.optimize records no CUDA graphs",
+    lambda mode: expect(mode, type),
+)
