@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from kgopt.rewrite import emit, functional_norms, originals, policy, upsampled_graphs
 from kgopt.rewrite.chain import PRELU
+from kgopt.rewrite.contest import Contest
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
 from kgopt.rewrite.functional_norms import ChannelNorm
 from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method
@@ -81,9 +82,10 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False) -> Report:
     folded = upsampled_graphs.fold(graph_module, _may_write, always)
     if folded:
         report.glue = f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}"
+    contest = None if always else Contest(graph, lambda region: _write_all(region))
     for found in _Reader(graph_module).matches():
         row = SiteRow(found.norm.origin.name, found.chain.label, "")
-        row.reason = _Writer(graph_module, found, always).replace()
+        row.reason = _Writer(graph_module, found, always).replace(contest)
         if not row.reason:
             row.became = found.chain.becomes
         report.sites.append(row)
@@ -94,6 +96,12 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False) -> Report:
     if folded or report.sites:
         _LOG.info("%s", report)
     return report
+
+
+def _write_all(graph_module: fx.GraphModule) -> None:
+    """kgopt's ops wherever they can be."""
+    for found in _Reader(graph_module).matches():
+        _Writer(graph_module, found, always=True).replace()
 
 
 def _value(node: Any) -> Any:
@@ -195,8 +203,8 @@ class _Writer:
             self.first, self.x = found.norm.members[0], found.norm.input
             self.others = found.norm.members[:-1]
 
-    def replace(self) -> str:
-        """ "" when it is done, else the reason."""
+    def replace(self, contest: Contest | None = None) -> str:
+        """ "" when it is done, else the reason. ``contest``: says where the compiler's own kernels are faster."""
         x, chain = _value(self.x), self.found.chain
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.device.type not in ("cpu", "cuda"):
             return "its input is no dense floating-point tensor"
@@ -215,6 +223,11 @@ class _Writer:
             return reason
         if not self.always and not policy.default(x.device.type):
             return "on the CPU, where PyTorch's kernels are the faster ones"
+        if contest is not None:
+            core = [*self.others, *(n.origin for n in self.found.nodes)]
+            reason = contest.lost(core, self.last, _value(self.found.norm.origin))
+            if reason:
+                return reason
         self._write(x, conv, norm)
         return ""
 

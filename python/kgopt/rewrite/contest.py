@@ -1,0 +1,210 @@
+"""Whether kgopt's op or the compiler's own kernels compute a site of a captured graph, with what is around it.
+
+Inductor writes the elementwise functions in front of a norm and behind it into the norm's own kernels. What kgopt's op
+does not take of them costs a pass over memory each. So where such functions are left, the site and they are compiled
+both ways while the graph is compiled, on tensors of its sizes, and the shorter work on the GPU decides, forward and
+backward in training. A verdict holds for equal graphs and lies beside Inductor's cache, so that another process need
+not measure. Nothing is measured where sizes are unknown or the time for it (:data:`SECONDS`) is over: kgopt's op runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from kgopt.rewrite import clocks, verdicts
+from kgopt.torch_private import compile_graph, compiler_settings, inductor_cache_dir, outside_of_tracing
+
+SECONDS = 60.0  # for all sites of a graph
+NODES = 8  # elementwise functions on either side of a site
+SLACK = 1.03  # kgopt's op may take so much longer: in training it keeps less
+MEASURES_ON = ("cuda",)
+
+_ARITHMETIC = (
+    *("add", "sub", "rsub", "mul", "truediv", "div", "neg", "abs", "pow"),
+    *("exp", "sqrt", "rsqrt", "square", "reciprocal", "maximum", "minimum", "where", "lerp"),
+    "addcmul",
+)
+_ACTIVATIONS = (
+    *("clamp", "clamp_min", "clamp_max", "relu", "relu6", "leaky_relu", "elu", "selu", "celu"),
+    *("silu", "gelu", "mish", "sigmoid", "logsigmoid", "hardsigmoid", "hardswish", "hardtanh", "tanh"),
+    *("softplus", "softsign", "tanhshrink", "threshold"),
+)
+_CASTS = ("float", "half", "bfloat16", "double", "to", "type", "type_as")
+_NAMES = frozenset((*_ARITHMETIC, *_ACTIVATIONS, *_CASTS))
+_CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "convolution")
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
+
+
+def _is_elementwise(node: Any, like: Tensor) -> bool:
+    """One that a kernel of the norm may compute on the way: of the norm's size, with no effect of its own."""
+    if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
+        return False
+    value = _value(node)
+    if not isinstance(value, Tensor) or value.shape != like.shape or not value.is_floating_point():
+        return False
+    return _name(node) in _NAMES and not node.kwargs.get("inplace") and "out" not in node.kwargs
+
+
+class Region:
+    """A site, and the elementwise functions around it that only it connects."""
+
+    def __init__(self, core: Sequence[fx.Node], last: fx.Node, like: Tensor) -> None:
+        self.core = set(core)
+        self.around: set[fx.Node] = set()
+        self._absorb_in_front(like)
+        while len(last.users) == 1 and len(self.around) < 2 * NODES:
+            (reader,) = last.users
+            if reader in self.core or not _is_elementwise(reader, like):
+                break
+            self.around.add(reader)
+            last = reader
+        inside = self.core | self.around
+        self.nodes = [node for node in last.graph.nodes if node in inside]
+        self.inputs = list(
+            dict.fromkeys(i for node in self.nodes for i in node.all_input_nodes if i not in inside),
+        )
+        self.outputs = [node for node in self.nodes if any(user not in inside for user in node.users)]
+
+    def _absorb_in_front(self, like: Tensor) -> None:
+        waiting = [i for node in self.core for i in node.all_input_nodes]
+        while waiting and len(self.around) < NODES:
+            node = waiting.pop()
+            inside = self.core | self.around
+            if node in inside or not _is_elementwise(node, like) or any(user not in inside for user in node.users):
+                continue
+            self.around.add(node)
+            waiting.extend(node.all_input_nodes)
+
+    def module(self) -> fx.GraphModule:
+        """A graph of its own."""
+        graph, copies = fx.Graph(), {}
+        for i, node in enumerate(self.inputs):
+            copies[node] = graph.placeholder(f"x{i}")
+            copies[node].meta = dict(node.meta)
+        for node in self.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in self.outputs))
+        return fx.GraphModule({}, graph)
+
+    @property
+    def text(self) -> str:
+        """Equal for equal regions, whatever their nodes are called."""
+        names = {node: f"%{i}" for i, node in enumerate([*self.inputs, *self.nodes])}
+        lines = [
+            f"{names[node]} = {node.op} {getattr(node.target, '__module__', '')} {_name(node)} "
+            f"{fx.map_arg((node.args, dict(node.kwargs)), names.__getitem__)}"  # type: ignore[arg-type]
+            for node in self.nodes
+        ]
+        return "\n".join([*lines, " ".join(names[node] for node in self.outputs)])
+
+
+class Contest:
+    """Of the sites of one graph."""
+
+    def __init__(self, graph: fx.Graph, rewrite: Callable[[fx.GraphModule], Any]) -> None:
+        self.rewrite = rewrite  # puts kgopt's ops into a region's graph
+        self.until = time.monotonic() + SECONDS
+        # Inductor runs convolutions in channels_last, and norms follow them.
+        self.channels_last = any(_name(node) in _CONVOLUTIONS for node in graph.nodes)
+
+    def lost(self, core: Sequence[fx.Node], last: fx.Node, like: Tensor) -> str:
+        """Why the site stays the compiler's; "": kgopt's op runs."""
+        if like.device.type not in MEASURES_ON:
+            return ""
+        region = Region(core, last, like)
+        if not region.around or not self._is_known(region):
+            return ""
+        found = self._times(region, like.device)
+        if found is None or found[1] <= SLACK * found[0]:
+            return ""
+        before, after = (1e6 * seconds for seconds in found)
+        return f"the compiler's kernels are faster with what is around it: {before:.0f} us, kgopt {after:.0f} us"
+
+    @staticmethod
+    def _is_known(region: Region) -> bool:
+        values = [_value(node) for node in region.inputs]
+        return all(
+            isinstance(t, Tensor)
+            and t.layout is torch.strided
+            and t.is_floating_point()
+            and all(type(s) is int for s in (*t.shape, *t.stride()))
+            for t in values
+        )
+
+    def _times(self, region: Region, device: torch.device) -> tuple[float, float] | None:
+        grad = torch.is_grad_enabled() and any(_value(node).requires_grad for node in region.inputs)
+        kinds = [_value(node) if grad else _value(node).detach() for node in region.inputs]
+        key = verdicts.key_of("region", device, region.text, kinds, grad, self.channels_last)
+
+        def measure() -> list[float] | None:
+            if time.monotonic() > self.until:
+                return None
+            with contextlib.suppress(Exception):  # whatever the compiler raises: nothing is known then
+                return self._measure(region, device, grad)
+            return None
+
+        found, _ = _store().settle(key, measure)
+        return None if found is None else (found[0], found[1])
+
+    def _measure(self, region: Region, device: torch.device, grad: bool) -> list[float] | None:
+        plain, ours = region.module(), region.module()
+        self.rewrite(ours)
+        # A backward that is lowered at its first call would write into the records of the compilation under way.
+        with outside_of_tracing() as is_outside, compiler_settings(force_non_lazy_backward_lowering=True):
+            if not is_outside:
+                return None
+            steps = [self._step(module, region, grad) for module in (plain, ours)]
+            with torch.set_grad_enabled(grad):
+                for step in steps:
+                    step()
+                return [*clocks.busy_both(steps[0], steps[1], device)]
+
+    def _step(self, module: fx.GraphModule, region: Region, grad: bool) -> Callable[[], Any]:
+        for node in module.graph.nodes:
+            node.meta = {}  # of fake tensors of another graph
+        module.recompile()
+        inputs = [self._stand_in(_value(node), grad) for node in region.inputs]
+        wanted = [t for t in inputs if t.requires_grad]
+        with torch.set_grad_enabled(grad):
+            run = compile_graph(module, inputs, None, {})
+
+        def step() -> None:
+            outputs = [y for y in run(*inputs) if y.requires_grad] if wanted else run(*inputs)
+            if wanted:
+                torch.autograd.grad(outputs, wanted, [torch.ones_like(y) for y in outputs], allow_unused=True)
+
+        return step
+
+    def _stand_in(self, t: Tensor, grad: bool) -> Tensor:
+        """A tensor of its kind, in the format in which it will lie."""
+        made = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device).normal_()
+        if self.channels_last and made.dim() in (4, 5) and made.is_contiguous():
+            made = made.to(memory_format=torch.channels_last if made.dim() == 4 else torch.channels_last_3d)
+        return made.requires_grad_(grad and t.requires_grad)
+
+
+_beside_inductor = verdicts.Store()
+
+
+def _store() -> verdicts.Store:
+    """The process's verdicts where they are kept on disk; else verdicts in a folder of Inductor's cache."""
+    if verdicts.store.folder is not None:
+        return verdicts.store
+    folder = inductor_cache_dir()
+    if folder is not None and _beside_inductor.folder is None:
+        with contextlib.suppress(ValueError):
+            _beside_inductor.attach(folder)
+    return _beside_inductor
