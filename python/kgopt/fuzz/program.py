@@ -131,7 +131,7 @@ def write_program(case: Json, device: str) -> str:
             place = "" if device == "cpu" else f', device="{device}"'
             example = f", torch.randn({shape}, dtype=torch.{case['dtype']}{place})"
             slack = "0" if case.get("slower") else 'float("inf")'
-            lines.append(f"kgopt.rewrite.race.SLACK = {slack}")
+            lines += ["from kgopt.rewrite import race", "", f"race.SLACK = {slack}"]
         lines.append(f"model.train({case['optimized_in'] == 'train'})")
         early = _hooks(case, False)
         lines += early

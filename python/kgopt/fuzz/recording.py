@@ -173,9 +173,15 @@ def autocast_of(case: Json, device: str) -> Any:
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
 
 
-def unchanged(case: Json, original: nn.Module, device: str, dtype: torch.dtype, noise: Noise | None = None) -> Run:
-    """A copy of the network without kgopt, for comparison, with all of its hooks."""
-    model = _correct(copy.deepcopy(original).to(dtype))
+def unchanged(
+    case: Json, original: nn.Module, device: str, dtype: torch.dtype, noise: Noise | None = None, correct: bool = True
+) -> Run:
+    """A copy of the network without kgopt, for comparison, with all of its hooks.
+
+    ``correct``: where PyTorch's gradients are known to be wrong, the right ones.
+    """
+    model = copy.deepcopy(original).to(dtype)
+    model = _correct(model) if correct else model
     if noise is not None:
         _noise_hooks(model, *noise)
     run = Run(case, model, device, dtype)
