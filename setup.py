@@ -351,13 +351,55 @@ class KgoptBuild(build):
 # -------------------------------------------------------------------------------------------------------- extension
 
 
+# Hidden visibility keeps every symbol but the module's entry points out of the process's namespace.
+CXX_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",  # comparisons in a loop then become selects, and the loop vectorizes
+    "-fopenmp-simd",  # "omp simd" pragmas alone, no OpenMP
+    "-ffunction-sections",
+    "-fdata-sections",
+    "-Wall",
+    "-Wno-maybe-uninitialized",  # gcc 12 sees ghosts in std::optional of a shared_ptr
+]
+LINK_FLAGS = [
+    f"-Wl,--version-script={ROOT / 'csrc/exports.map'}",
+    "-Wl,--exclude-libs,ALL",
+    "-Wl,--gc-sections",
+    "-Wl,-z,relro,-z,now",
+    "-s",
+    # libtorch.so itself holds nothing, but it leads to libtorch_cuda where torch has one.
+    *("-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"),
+]
+
+
 def make_extension(version: str) -> Extension:
     cuda = find_cuda()
     if cuda:
         os.environ["CUDA_HOME"] = str(cuda.home)  # torch reads it when cpp_extension is imported
+    torch_version = check_torch()
+    defines = [
+        f"-DPy_LIMITED_API={PY_LIMITED_API}",
+        f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
+        f'-DKGOPT_VERSION="{version}"',
+    ]
+    more_cxx = shlex.split(os.environ.get("KGOPT_CXX_FLAGS", ""))
+    ext = cpu_extension(defines, more_cxx) if cuda is None else cuda_extension(cuda, defines, more_cxx)
+    ext.kgopt_cuda = cuda
+    say(f"{ext.kgopt_summary}; headers of torch {torch_version}; {len(ext.sources)} source files")
+    return ext
+
+
+def check_torch() -> str:
+    """The version of the torch to build against."""
     try:
         import torch
-        from torch.utils import cpp_extension
+        import torch.utils.cpp_extension
     except ImportError as error:
         die(
             f"building needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or later, for its headers ({error}); "
@@ -366,89 +408,69 @@ def make_extension(version: str) -> Extension:
     torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if torch_version < MIN_TORCH:
         die(f"torch is {torch.__version__}, expected {MIN_TORCH[0]}.{MIN_TORCH[1]} or later")
+    return torch.__version__
+
+
+def cpu_extension(defines: list[str], more_cxx: list[str]) -> Extension:
+    from torch.utils import cpp_extension
+
+    ext = cpp_extension.CppExtension(
+        "kgopt._C",
+        read_sources()["module"],
+        py_limited_api=True,
+        extra_compile_args={"cxx": CXX_FLAGS + defines + more_cxx, "nvcc": []},
+        extra_link_args=LINK_FLAGS,
+    )
+    ext.libraries = ["torch_cpu", "c10"]
+    ext.kgopt_summary = "CPU-only"
+    return ext
+
+
+def cuda_extension(cuda: Cuda, defines: list[str], more_cxx: list[str]) -> Extension:
+    from torch.utils import cpp_extension
 
     parts = read_sources()
-    defines = [
-        f"-DPy_LIMITED_API={PY_LIMITED_API}",
-        f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
-        f'-DKGOPT_VERSION="{version}"',
-    ]
-    # Hidden visibility keeps every symbol but the module's entry points out of the process's namespace.
-    cxx_flags = [
+    native = os.environ.get("KGOPT_CUDA") == "native"
+    archs = os.environ.get("KGOPT_CUDA_ARCHS") or (";".join(native_archs()) if native else DEFAULT_ARCHS)
+    gencode = arch_flags(archs, cuda)
+    cpp_extension.CUDA_HOME = str(cuda.home)  # a CPU-only torch leaves it None; its headers are enough
+    cuda_defines = ["-DUSE_CUDA", "-DKGOPT_CUDA"]
+    facts = [f'-DKGOPT_ARCHS="{archs}"', f'-DKGOPT_CUDA_VERSION="{cuda.version_text}"']
+    ext = cpp_extension.CUDAExtension(
+        "kgopt._C",
+        parts["module"] + parts["api"] + parts["kernels"],
+        py_limited_api=True,
+        extra_compile_args={
+            "cxx": CXX_FLAGS + defines + cuda_defines + facts + more_cxx,
+            "nvcc": nvcc_flags(cuda, cuda_defines),
+        },
+        extra_link_args=LINK_FLAGS,
+    )
+    # cudart is linked in; c10_cuda and torch_cuda would tie the wheel to a torch with CUDA.
+    ext.libraries = ["torch_cpu", "c10", "cudart_static", "dl", "rt", "pthread"]
+    ext.library_dirs = [str(cuda.lib), *ext.library_dirs]
+    ext.include_dirs = [*ext.include_dirs, str(cuda.include)]
+    ext.kgopt_gencode = gencode
+    ext.kgopt_archs = re.sub(r"[^0-9a-zA-Z.]+", "-", archs)
+    ext.kgopt_one_ptx = parts["one_ptx"]
+    ext.kgopt_summary = f"CUDA {cuda.version_text} from {cuda.home}, architectures {archs}"
+    return ext
+
+
+def nvcc_flags(cuda: Cuda, defines: list[str]) -> list[str]:
+    return [
         "-std=c++17",
         "-O3",
-        "-g0",
-        "-fPIC",
-        "-fvisibility=hidden",
-        "-fvisibility-inlines-hidden",
-        "-fno-math-errno",
-        "-fno-trapping-math",  # comparisons in a loop then become selects, and the loop vectorizes
-        "-fopenmp-simd",  # "omp simd" pragmas alone, no OpenMP
-        "-ffunction-sections",
-        "-fdata-sections",
-        "-Wall",
-        "-Wno-maybe-uninitialized",  # gcc 12 sees ghosts in std::optional of a shared_ptr
+        "--expt-relaxed-constexpr",
+        "-Xcompiler=-fPIC,-fvisibility=hidden,-g0",
+        "-Xfatbin=-compress-all",
+        # The wheel is a quarter smaller; every driver of CUDA 13 can read it.
+        *(["--compress-mode=size"] if cuda.version >= (13, 0) else []),
+        "-Icsrc",
+        *defines,
+        *(["-lineinfo"] if os.environ.get("KGOPT_LINEINFO", "0") != "0" else []),
+        *shlex.split(os.environ.get("KGOPT_NVCC_FLAGS", "")),
     ]
-    more_cxx = shlex.split(os.environ.get("KGOPT_CXX_FLAGS", ""))
-    link_flags = [
-        f"-Wl,--version-script={ROOT / 'csrc/exports.map'}",
-        "-Wl,--exclude-libs,ALL",
-        "-Wl,--gc-sections",
-        "-Wl,-z,relro,-z,now",
-        "-s",
-    ]
-    # libtorch.so itself holds nothing, but it leads to libtorch_cuda where torch has one.
-    torch_link = ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
-
-    if cuda is None:
-        ext = cpp_extension.CppExtension(
-            "kgopt._C",
-            parts["module"],
-            py_limited_api=True,
-            extra_compile_args={"cxx": cxx_flags + defines + more_cxx, "nvcc": []},
-            extra_link_args=link_flags + torch_link,
-        )
-        ext.libraries = ["torch_cpu", "c10"]
-        ext.kgopt_summary = "CPU-only"
-    else:
-        native = os.environ.get("KGOPT_CUDA") == "native"
-        archs = os.environ.get("KGOPT_CUDA_ARCHS") or (";".join(native_archs()) if native else DEFAULT_ARCHS)
-        gencode = arch_flags(archs, cuda)
-        cpp_extension.CUDA_HOME = str(cuda.home)  # a CPU-only torch leaves it None; its headers are enough
-        cuda_defines = ["-DUSE_CUDA", "-DKGOPT_CUDA"]
-        facts = [f'-DKGOPT_ARCHS="{archs}"', f'-DKGOPT_CUDA_VERSION="{cuda.version_text}"']
-        nvcc_flags = [
-            "-std=c++17",
-            "-O3",
-            "--expt-relaxed-constexpr",
-            "-Xcompiler=-fPIC,-fvisibility=hidden,-g0",
-            "-Xfatbin=-compress-all",
-            # The wheel is a quarter smaller; every driver of CUDA 13 can read it.
-            *(["--compress-mode=size"] if cuda.version >= (13, 0) else []),
-            "-Icsrc",
-            *cuda_defines,
-        ]
-        if os.environ.get("KGOPT_LINEINFO", "0") != "0":
-            nvcc_flags.append("-lineinfo")
-        nvcc_flags += shlex.split(os.environ.get("KGOPT_NVCC_FLAGS", ""))
-        ext = cpp_extension.CUDAExtension(
-            "kgopt._C",
-            parts["module"] + parts["api"] + parts["kernels"],
-            py_limited_api=True,
-            extra_compile_args={"cxx": cxx_flags + defines + cuda_defines + facts + more_cxx, "nvcc": nvcc_flags},
-            extra_link_args=link_flags + torch_link,
-        )
-        # cudart is linked in; c10_cuda and torch_cuda would tie the wheel to a torch with CUDA.
-        ext.libraries = ["torch_cpu", "c10", "cudart_static", "dl", "rt", "pthread"]
-        ext.library_dirs = [str(cuda.lib), *ext.library_dirs]
-        ext.include_dirs = [*ext.include_dirs, str(cuda.include)]
-        ext.kgopt_gencode = gencode
-        ext.kgopt_archs = re.sub(r"[^0-9a-zA-Z.]+", "-", archs)
-        ext.kgopt_one_ptx = parts["one_ptx"]
-        ext.kgopt_summary = f"CUDA {cuda.version_text} from {cuda.home}, architectures {archs}"
-    ext.kgopt_cuda = cuda
-    say(f"{ext.kgopt_summary}; headers of torch {torch.__version__}; {len(ext.sources)} source files")
-    return ext
 
 
 VERSION = read_version()

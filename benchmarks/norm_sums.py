@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
+from events import busy
 from kgopt import functional
 from kgopt.cli.environment import environment
 
@@ -38,22 +39,6 @@ SHAPES = [
     ((16, 128, 128, 128), 32),
     ((2, 64, 32, 32, 32), 64),
 ]
-
-
-def busy(call: Callable[[], Any], calls: int = 20) -> float:
-    """Microseconds of the GPU."""
-    for _ in range(4):
-        call()
-    rows = []
-    for _ in range(3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        rows.append(start.elapsed_time(end) / calls * 1e3)
-    return min(rows)
 
 
 def plain(x: torch.Tensor, r: torch.Tensor, g: int, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

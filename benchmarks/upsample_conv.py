@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ import torch
 from torch import nn
 
 import kgopt
+from events import busy
 from kgopt.accuracy import relative_error
 from kgopt.cli.environment import environment
 from kgopt.rewrite.glue import kernels
@@ -53,22 +53,6 @@ SHAPES: list[tuple[int, int, int, tuple[int, ...], tuple[int, ...]]] = [
     (2, 64, 32, (32, 32, 32), (2, 2, 2)),
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32}
-
-
-def busy(call: Callable[[], Any], calls: int = 20) -> float:
-    """Microseconds of the GPU."""
-    for _ in range(4):
-        call()
-    rows = []
-    for _ in range(3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        rows.append(start.elapsed_time(end) / calls * 1e3)
-    return min(rows)
 
 
 def measure(shape: Any, precision: str, last: bool, with_compile: bool) -> dict[str, Any]:

@@ -141,3 +141,20 @@ def summed(monkeypatch):
 
     monkeypatch.setattr(sites.Site, "run_added", watched)
     return found
+
+
+@pytest.fixture
+def nothing_is_timed_in_a_capture(monkeypatch):
+    """A measurement within a CUDA graph's capture fails."""
+    from kgopt.rewrite import clocks, measuring
+
+    def watched(real):
+        def call(*args, **kwargs):
+            assert not torch.cuda.is_current_stream_capturing()
+            return real(*args, **kwargs)
+
+        return call
+
+    for module, names in ((measuring, ("measure",)), (clocks, ("time_both", "busy_both", "clock_both"))):
+        for name in names:
+            monkeypatch.setattr(module, name, watched(getattr(module, name)))

@@ -49,9 +49,6 @@ _NAMES: dict[str, _Name] = {
 ACTIVATIONS = tuple(name for name, is_ in _NAMES.items() if len(is_.defaults) == len(is_.parameters))
 """Names that stand alone."""
 
-WITH_PARAMETERS = tuple(name for name, is_ in _NAMES.items() if is_.parameters)
-"""Names that take parameters."""
-
 _NUMBER = re.compile(r"[+-]?(inf|nan|(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)")
 
 

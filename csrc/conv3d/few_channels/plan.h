@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/refusal.h"
 #include "conv3d/few_channels/params.h"
 #include "conv3d/implicit_gemm/plan.h"
 
@@ -421,10 +422,7 @@ inline bool plan_positions(FewChannelsPlan* p, const ConvProblem& q, const Devic
 
 inline FewChannelsPlan plan_few_channels(const ConvProblem& q, const DeviceLimits& limits) {
   FewChannelsPlan p;
-  auto refuse = [&](const char* why) {
-    p.refusal = why;
-    return p;
-  };
+  const auto refuse = refuser(p);
   if (q.is_empty()) return refuse(kEmptyProblem);
   if (!limits.has_wgmma) return refuse("wgmma needs compute capability 9.0 and code built for sm_90a");
   if (q.transposed) return refuse("a transposed convolution");

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <numeric>
 
+#include "common/refusal.h"
 #include "conv3d/implicit_gemm/params.h"
 
 namespace kgopt {
@@ -146,10 +147,7 @@ inline void plan_slices(ImplicitGemmPlan* p, const ConvProblem& problem, const D
 
 inline ImplicitGemmPlan plan_implicit_gemm(const ConvProblem& problem, const DeviceLimits& limits) {
   ImplicitGemmPlan p;
-  auto refuse = [&](const char* why) {
-    p.refusal = why;
-    return p;
-  };
+  const auto refuse = refuser(p);
   if (problem.is_empty()) return refuse(kEmptyProblem);
   if (problem.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
   p.math = conv_math(problem);

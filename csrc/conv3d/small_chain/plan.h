@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/refusal.h"
 #include "conv3d/implicit_gemm/plan.h"
 #include "conv3d/small_chain/params.h"
 #include "conv3d/wgmma/tap_columns/plan.h"
@@ -159,10 +160,7 @@ inline double chain_cycles(const ChainPlan& p, const ConvProblem& q, const Devic
 
 inline ChainPlan plan_chain(const ConvProblem& q, const DeviceLimits& limits) {
   ChainPlan p;
-  auto refuse = [&](const char* why) {
-    p.refusal = why;
-    return p;
-  };
+  const auto refuse = refuser(p);
   if (q.is_empty()) return refuse(kEmptyProblem);
   const int most_blocks = std::min(limits.cluster_blocks, kChainMaxBlocks);
   if (!limits.has_wgmma || most_blocks < 1) return refuse("clusters need compute capability 9.0 and code built for it");

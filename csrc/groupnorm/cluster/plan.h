@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/refusal.h"
 #include "groupnorm/cluster/params.h"
 #include "groupnorm/plan_input.h"
 #include "groupnorm/shared/divisor.h"
@@ -115,10 +116,7 @@ inline bool leaves_gpu_idle(const ClusterPlan& plan, int sm_count) {
 inline ClusterPlan plan_group_norm_cluster(const NormPlanInput& in) {
   const GroupNormDims& d = in.dims;
   ClusterPlan plan;
-  auto refuse = [&](const char* why) {
-    plan.refusal = why;
-    return plan;
-  };
+  const auto refuse = refuser(plan);
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
   if (d.numel() == 0) return refuse("x is empty");
   // Backward's sums are of channels, of which the vectors of such a tensor have several.

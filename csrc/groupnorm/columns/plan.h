@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <numeric>
 
+#include "common/refusal.h"
 #include "groupnorm/columns/params.h"
 #include "groupnorm/plan_input.h"
 #include "groupnorm/shared/divisor.h"
@@ -197,11 +198,7 @@ inline bool set_column_teams(const NormPlanInput& in, ColumnPlan* plan) {
 inline ColumnPlan plan_group_norm_columns(const NormPlanInput& in) {
   const GroupNormDims& d = in.dims;
   ColumnPlan plan;
-  auto refuse = [&](const char* why) {
-    plan = ColumnPlan();
-    plan.refusal = why;
-    return plan;
-  };
+  const auto refuse = refused<ColumnPlan>;
   if (!d.channels_last) return refuse("x is contiguous");
   if (in.tensors == 2) return refuse("backward goes through whole samples");
   if (in.max_blocks == 0) return refuse("clusters need compute capability 9.0 and code built for it");

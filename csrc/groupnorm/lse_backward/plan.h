@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/refusal.h"
 #include "common/traverse_plan.h"
 #include "groupnorm/params.h"
 
@@ -28,11 +29,7 @@ struct NormLseBackwardPlan {
 // aligned: x, dx and dlse start at a multiple of 16 bytes.
 inline NormLseBackwardPlan plan_norm_lse_backward(const GroupNormDims& d, bool aligned, int sm_count) {
   NormLseBackwardPlan p;
-  auto refuse = [&](const char* why) {
-    p = NormLseBackwardPlan();
-    p.refusal = why;
-    return p;
-  };
+  const auto refuse = refused<NormLseBackwardPlan>;
   if (d.numel() == 0) return refuse("x has no elements");
   // Vectors where every row of x and of dlse starts at one; float64, whose exponentials are long, has code for single
   // values.

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "common/refusal.h"
 #include "groupnorm/columns/plan.h"
 #include "groupnorm/rows/params.h"
 
@@ -140,11 +141,7 @@ inline constexpr double kRowTeamGain = 0.978, kRowHoldingTeamGain = 0.95, kRowHo
 inline RowPlan plan_group_norm_rows(const NormPlanInput& in) {
   const GroupNormDims& d = in.dims;
   RowPlan plan;
-  auto refuse = [&](const char* why) {
-    plan = RowPlan();
-    plan.refusal = why;
-    return plan;
-  };
+  const auto refuse = refused<RowPlan>;
   if (!d.channels_last) return refuse("x is contiguous");
   if (in.max_blocks == 0) return refuse("bulk copies need compute capability 9.0 and code built for it");
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");

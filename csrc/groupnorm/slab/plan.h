@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "common/refusal.h"
 #include "groupnorm/plan_input.h"
 #include "groupnorm/slab/params.h"
 #include "groupnorm/small/plan.h"
@@ -22,10 +23,7 @@ inline constexpr int64_t kSlabElements = 64 << 10;
 inline SlabPlan plan_group_norm_slab(const NormPlanInput& in) {
   const GroupNormDims& d = in.dims;
   SlabPlan plan;
-  auto refuse = [&](const char* why) {
-    plan.refusal = why;
-    return plan;
-  };
+  const auto refuse = refuser(plan);
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
   if (!d.channels_last) return refuse("x is contiguous");
   if (d.numel() == 0) return refuse("x is empty");

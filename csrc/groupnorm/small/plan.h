@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/refusal.h"
 #include "groupnorm/plan_input.h"
 #include "groupnorm/small/params.h"
 
@@ -88,11 +89,7 @@ inline bool set_planes(const NormPlanInput& in, SmallPlan* plan) {
 inline SmallPlan plan_group_norm_small(const NormPlanInput& in) {
   const GroupNormDims& d = in.dims;
   SmallPlan plan;
-  auto refuse = [&](const char* why) {
-    plan = SmallPlan();
-    plan.refusal = why;
-    return plan;
-  };
+  const auto refuse = refused<SmallPlan>;
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
   if (d.numel() == 0) return refuse("x is empty");
   const int64_t units = d.n * d.g, elements = d.numel() / units, bytes = d.numel() * dtype_size(d.dtype);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "common/refusal.h"
 #include "groupnorm/plan_input.h"
 #include "groupnorm/shared/divisor.h"
 #include "groupnorm/tiles/tiles.h"
@@ -97,10 +98,7 @@ inline uint32_t merger_step(uint32_t parts, uint32_t blocks) {
 inline TilesPlan plan_group_norm_tiles(const NormPlanInput& in) {
   const GroupNormDims& d = in.dims;
   TilesPlan plan;
-  auto refuse = [&](const char* why) {
-    plan.refusal = why;
-    return plan;
-  };
+  const auto refuse = refuser(plan);
   if (const char* const why = cut_into_tiles(in, &plan)) return refuse(why);
   if (in.tensors == 2 && d.numel() * dtype_size(d.dtype) <= kTilesBwdBytes) {
     return refuse("x is small: two passes are faster");
@@ -148,10 +146,7 @@ inline TilesPlan plan_group_norm_tiles(const NormPlanInput& in) {
 // Groups that a block has for itself, one after the other: forward alone.
 inline TilesPlan plan_group_norm_alone(const NormPlanInput& in) {
   TilesPlan plan;
-  auto refuse = [&](const char* why) {
-    plan.refusal = why;
-    return plan;
-  };
+  const auto refuse = refuser(plan);
   if (const char* const why = cut_into_tiles(in, &plan)) return refuse(why);
   GroupTiles& p = plan.shares;
   const int64_t groups = in.dims.n * in.dims.g;

@@ -98,6 +98,25 @@ def _print_findings(report: Report) -> None:
         print(f.source)
 
 
+def _print_report(report: Report, seed: int) -> None:
+    print(count_table(dict(sorted(report.counts.items()))))
+    _print_findings(report)
+    rate = report.cases / max(report.seconds, 1e-9)
+    memory = f", {report.no_memory} ran out of memory" if report.no_memory else ""
+    print(f"\nseed {seed}: {report.cases} cases in {report.seconds:.0f} s ({rate:.0f} a second){memory}; "
+          f"{report.failed} failed in {len(report.findings)} ways; --first {report.next} goes on")  # fmt: skip
+
+
+def _gpus(args: argparse.Namespace, device: torch.device) -> tuple[int, ...]:
+    """The devices of the workers; on the CPU a number that nothing reads."""
+    if device.type != "cuda":
+        return (0,)
+    gpus = tuple(int(g) for g in args.gpus.split(",")) if args.gpus else (device.index or 0,)
+    if max(gpus) >= torch.cuda.device_count():
+        raise ValueError(f"--gpus is {args.gpus}, but there are {torch.cuda.device_count()} GPUs")
+    return gpus
+
+
 def run_fuzz(args: argparse.Namespace) -> int:
     """Runs the search that the command line asks for. Returns 1 where something was found."""
     device = pick_device(args.device)
@@ -110,12 +129,7 @@ def run_fuzz(args: argparse.Namespace) -> int:
         chosen = [k for k in chosen if set(only) & set(make_kind(k).names())]
     if args.seed is None:
         args.seed = random.SystemRandom().randrange(2**31)
-    if device.type == "cuda":
-        gpus = tuple(int(g) for g in args.gpus.split(",")) if args.gpus else (device.index or 0,)
-        if max(gpus) >= torch.cuda.device_count():
-            raise ValueError(f"--gpus is {args.gpus}, but there are {torch.cuda.device_count()} GPUs")
-    else:
-        gpus = (0,)
+    gpus = _gpus(args, device)
     workers = args.workers or max(1, min(cores(), 12 * len(gpus) if device.type == "cuda" else cores()))
     if case is not None:
         workers = 1
@@ -147,12 +161,7 @@ def run_fuzz(args: argparse.Namespace) -> int:
         keep,
     )
     keep(report)
-    print(count_table(dict(sorted(report.counts.items()))))
-    _print_findings(report)
-    rate = report.cases / max(report.seconds, 1e-9)
-    memory = f", {report.no_memory} ran out of memory" if report.no_memory else ""
-    print(f"\nseed {args.seed}: {report.cases} cases in {report.seconds:.0f} s ({rate:.0f} a second){memory}; "
-          f"{report.failed} failed in {len(report.findings)} ways; --first {report.next} goes on")  # fmt: skip
+    _print_report(report, args.seed)
     if case is not None and not report.findings:
         print(make_kind(case["kind"]).source(case, device.type))
     return 1 if report.findings else 0

@@ -102,16 +102,63 @@ class Draw:
 
     def conv(self, rank: int, transposed: bool, bias: float = 0.6) -> tuple[Tensors, Args, list[int]]:
         """x, weight, perhaps bias; the geometry; the result's sizes."""
+        groups, c_in, c_out = self._conv_channels()
+        kernel, geometry = self._conv_geometry(rank, transposed)
+        sizes = self.spatial(rank, self.budget / c_in)
+        odd = self.chance(0.02)  # as they come: results without elements, refusals
+        if not odd:
+            for i in range(rank):
+                reach = geometry["dilation"][i] * (kernel[i] - 1) + 1
+                if transposed:
+                    past = reach - 2 * geometry["padding"][i] + geometry["output_padding"][i]
+                    while (sizes[i] - 1) * geometry["stride"][i] + past < 1:
+                        sizes[i] += 1
+                else:
+                    sizes[i] = max(sizes[i], reach - 2 * geometry["padding"][i])
+        n = max(1, min(draw_size(self.rng, 7), int(2 * self.budget / max(1, c_in * math.prod(sizes)))))
+        if self.chance(0.01):
+            n = 0
+        while True:
+            geometry["groups"] = groups
+            shape = [n, c_in, *sizes]
+            w_shape = [c_in, c_out // groups, *kernel] if transposed else [c_out, c_in // groups, *kernel]
+            out = conv_sizes(shape, w_shape, geometry, transposed)
+            positions = math.prod(sizes) if transposed else math.prod(max(0, s) for s in out[2:])
+            cost = n * positions * math.prod(w_shape)
+            if odd or (cost <= self.products and math.prod(map(abs, out)) <= 4 * self.budget + 4096):
+                break
+            if n > 1:
+                n = (n + 1) // 2 if n > 2 else 1
+            elif c_out > groups:
+                c_out = groups * max(1, c_out // groups // 2)
+            elif c_in > groups:
+                c_in = groups * max(1, c_in // groups // 2)
+            elif groups > 1:
+                c_in, c_out, groups = max(1, c_in // groups), max(1, c_out // groups), 1
+            else:
+                break
+        tensors = {"x": self.tensor(shape), "weight": self.tensor(w_shape, plain=True)}
+        if rank + 2 in (4, 5) and tensors["x"]["layout"] == "channels_last" and self.chance(0.6):
+            tensors["weight"]["layout"] = "channels_last"
+        if self.chance(bias):
+            tensors["bias"] = self.tensor([c_out], plain=True)
+        return tensors, geometry, out
+
+    def _conv_channels(self) -> tuple[int, int, int]:
+        """Groups, channels in and out."""
         rng = self.rng
         how = rng.random()
         if how < 0.6:
-            groups, c_in, c_out = 1, draw_size(rng, 64), draw_size(rng, 64)
-        elif how < 0.78:  # depthwise, perhaps with a multiplier
+            return 1, draw_size(rng, 64), draw_size(rng, 64)
+        if how < 0.78:  # depthwise, perhaps with a multiplier
             groups = draw_size(rng, 40)
-            c_in, c_out = groups, groups * rng.choice([1, 1, 1, 2, 3])
-        else:
-            groups = rng.choice([2, 3, 4, 8])
-            c_in, c_out = groups * draw_size(rng, 12), groups * draw_size(rng, 12)
+            return groups, groups, groups * rng.choice([1, 1, 1, 2, 3])
+        groups = rng.choice([2, 3, 4, 8])
+        return groups, groups * draw_size(rng, 12), groups * draw_size(rng, 12)
+
+    def _conv_geometry(self, rank: int, transposed: bool) -> tuple[list[int], Args]:
+        """The kernel's sizes; stride, padding, dilation, and the output padding of a transposed one."""
+        rng = self.rng
 
         def per_dim(choices: Sequence[int], same: float = 0.6) -> list[int]:
             return [rng.choice(choices)] * rank if self.chance(same) else [rng.choice(choices) for _ in range(rank)]
@@ -125,52 +172,8 @@ class Draw:
         output_padding = [0] * rank
         if transposed and self.chance(0.4):
             output_padding = [rng.randrange(max(s, d)) for s, d in zip(stride, dilation, strict=True)]
-        sizes = self.spatial(rank, self.budget / c_in)
-        odd = self.chance(0.02)  # as they come: results without elements, refusals
-        if not odd:
-            for i in range(rank):
-                reach = dilation[i] * (kernel[i] - 1) + 1
-                if transposed:
-                    while (sizes[i] - 1) * stride[i] - 2 * padding[i] + reach + output_padding[i] < 1:
-                        sizes[i] += 1
-                else:
-                    sizes[i] = max(sizes[i], reach - 2 * padding[i])
-        n = max(1, min(draw_size(rng, 7), int(2 * self.budget / max(1, c_in * math.prod(sizes)))))
-        if self.chance(0.01):
-            n = 0
-        geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        if transposed:
-            geometry["output_padding"] = output_padding
-        shape, w_shape = [n, c_in, *sizes], [c_out, c_in // groups, *kernel]
-        if transposed:
-            w_shape = [c_in, c_out // groups, *kernel]
-        out = conv_sizes(shape, w_shape, geometry, transposed)
-
-        def cost() -> float:
-            positions = math.prod(sizes) if transposed else math.prod(max(0, s) for s in out[2:])
-            return n * positions * math.prod(w_shape)
-
-        while (cost() > self.products or math.prod(map(abs, out)) > 4 * self.budget + 4096) and not odd:
-            if n > 1:
-                n = (n + 1) // 2 if n > 2 else 1
-            elif c_out > groups:
-                c_out = groups * max(1, c_out // groups // 2)
-            elif c_in > groups:
-                c_in = groups * max(1, c_in // groups // 2)
-            elif groups > 1:
-                c_in, c_out, groups = max(1, c_in // groups), max(1, c_out // groups), 1
-            else:
-                break
-            shape = [n, c_in, *sizes]
-            w_shape = [c_in, c_out // groups, *kernel] if transposed else [c_out, c_in // groups, *kernel]
-            geometry["groups"] = groups
-            out = conv_sizes(shape, w_shape, geometry, transposed)
-        tensors = {"x": self.tensor(shape), "weight": self.tensor(w_shape, plain=True)}
-        if rank + 2 in (4, 5) and tensors["x"]["layout"] == "channels_last" and self.chance(0.6):
-            tensors["weight"]["layout"] = "channels_last"
-        if self.chance(bias):
-            tensors["bias"] = self.tensor([c_out], plain=True)
-        return tensors, geometry, out
+        geometry: Args = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1}
+        return kernel, geometry | ({"output_padding": output_padding} if transposed else {})
 
     def backend(self) -> Args:
         """The keyword-only arguments of a convolution."""

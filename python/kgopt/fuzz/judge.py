@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -61,12 +62,17 @@ def _first(where: Tensor) -> list[int]:
 
 def verdict(j: Judged, samples: Callable[[], Sequence[Tensor]]) -> str | None:
     """None, or what is wrong. ``samples`` are float64 results under rounding noise, asked for only where needed."""
-    ours, theirs, exact = j.ours, j.theirs, j.exact
-    if ours.numel() == 0:
+    if j.ours.numel() == 0:
         return None
+    noise = functools.cache(samples)
+    return _special_values(j, noise) or _values(j, noise)
+
+
+def _special_values(j: Judged, noise: Callable[[], Sequence[Tensor]]) -> str | None:
+    """Where NaN and infinities stand."""
+    ours, theirs, exact = j.ours, j.theirs, j.exact
     dtype = ours.dtype
-    rounded = exact.to(dtype)
-    of_ours, of_theirs, of_exact = _kinds(ours), _kinds(theirs), _kinds(rounded)
+    of_ours, of_theirs, of_exact = _kinds(ours), _kinds(theirs), _kinds(exact.to(dtype))
     wrong = (of_ours != of_theirs) & (of_ours != of_exact)
     # Of infinities that meet, another order of the same sums leaves one of them.
     wrong &= ~((of_ours > 1) & (of_theirs == 1) & (of_exact == 1))
@@ -76,32 +82,37 @@ def verdict(j: Judged, samples: Callable[[], Sequence[Tensor]]) -> str | None:
         wrong &= ~((of_theirs == 1) & (of_exact == 1))
     if j.saved:
         wrong &= (of_ours == 0) | (of_theirs == 0)
-    noisy: Sequence[Tensor] | None = None
+    if not bool(wrong.any()):
+        return None
+    # Just below the largest number it is the last bit that says whether it overflows.
+    wrong &= ~((exact.abs() > 0.98 * torch.finfo(dtype).max) & exact.isfinite() & (of_ours != 1))
     if bool(wrong.any()):
-        most = torch.finfo(dtype).max
-        # Just below the largest number it is the last bit that says whether it overflows.
-        wrong &= ~((exact.abs() > 0.98 * most) & exact.isfinite() & (of_ours != 1))
-        if bool(wrong.any()):
-            noisy = samples()
-            for s in noisy:
-                wrong &= of_ours != _kinds(s.to(dtype))
-        if bool(wrong.any()):
-            at = _first(wrong)
-            i = tuple(at)
-            return (
-                f"special values: {j.what}{at} is {float(ours[i])}, PyTorch has {float(theirs[i])}, "
-                f"float64 {float(exact[i])}; {int(wrong.sum())} of {ours.numel()} elements"
-            )
-    finite = (of_ours == 0) & exact.isfinite()
+        for s in noise():
+            wrong &= of_ours != _kinds(s.to(dtype))
+    if not bool(wrong.any()):
+        return None
+    at = _first(wrong)
+    i = tuple(at)
+    return (
+        f"special values: {j.what}{at} is {float(ours[i])}, PyTorch has {float(theirs[i])}, "
+        f"float64 {float(exact[i])}; {int(wrong.sum())} of {ours.numel()} elements"
+    )
+
+
+def _values(j: Judged, noise: Callable[[], Sequence[Tensor]]) -> str | None:
+    """The finite ones, by norm and by the largest error."""
+    ours, theirs, exact = j.ours, j.theirs, j.exact
+    finite = ours.isfinite() & exact.isfinite()
     counted = int(finite.sum()) if not bool(finite.all()) else ours.numel()
     if counted == 0:
         return None
     reference = exact.masked_fill(~finite, 0) if counted < ours.numel() else exact
     mine = (ours.double() - reference).abs()
     other = (theirs.double() - reference).abs()
-    if counted < ours.numel() or bool((of_theirs != 0).any()):
+    odd = ~theirs.isfinite()
+    if counted < ours.numel() or bool(odd.any()):
         mine = mine.masked_fill(~finite, 0)
-        other = other.masked_fill(~finite | (of_theirs != 0), 0)
+        other = other.masked_fill(~finite | odd, 0)
     numbers = torch.stack([reference.norm(), reference.abs().max(), mine.norm(), mine.max(), other.norm(), other.max()])
     size, largest, my_norm, my_max, other_norm, other_max = numbers.tolist()
     tiny, floor = TINY[j.precision], _FLOOR[j.precision] + j.floor
@@ -109,9 +120,8 @@ def verdict(j: Judged, samples: Callable[[], Sequence[Tensor]]) -> str | None:
     max_allowed = 4 * other_max + 8 * tiny * largest + floor
     if my_norm <= norm_allowed and my_max <= max_allowed:
         return None
-    noisy = samples() if noisy is None else noisy
     norm_factor, max_factor = _factors(counted)
-    for s in noisy:
+    for s in noise():
         away = (s - reference).abs()
         away = away.masked_fill(~(finite & away.isfinite()), 0)
         a, b = torch.stack([away.norm(), away.max()]).tolist()

@@ -102,12 +102,45 @@ def _hooks(case: Json, late: bool) -> list[str]:
     return lines
 
 
+def _optimize(case: Json, device: str) -> list[str]:
+    """What makes ``model`` the optimized one."""
+    lines, example = [], ""
+    if case["example"]:
+        shape = [case["calls"][0]["batch"] or case["batch"], case["channels"]]
+        shape += [s + case["calls"][0]["grow"] for s in case["size"]]
+        place = "" if device == "cpu" else f', device="{device}"'
+        example = f", torch.randn({shape}, dtype=torch.{case['dtype']}{place})"
+        slack = "0" if case.get("slower") else 'float("inf")'
+        lines += ["from kgopt.rewrite import race", "", f"race.SLACK = {slack}"]
+    lines.append(f"model.train({case['optimized_in'] == 'train'})")
+    lines += _hooks(case, False)
+    indent = ""
+    if case["how"] == "autocast":
+        lines.append(f'with torch.autocast("{device.split(":")[0]}", dtype=torch.bfloat16):')
+        indent = "    "
+    options = f"measure={not case['always']}, channels_last={case['channels_last']!r}"
+    options += ", recompute=True" if case.get("recompute") else ""
+    lines += [f"{indent}kgopt.optimize(model{example}, {options})"] * (2 if case["twice"] else 1)
+    if case["copy"]:
+        copied = "copy.deepcopy(model)" if case["copy"] == "deepcopy" else "pickle.loads(pickle.dumps(model))"
+        lines.append(f"model = {copied}")
+    return [*lines, *_hooks(case, True)]
+
+
+def _run(case: Json, device: str) -> str:
+    """The expression of what is called."""
+    if case["how"] == "backend":
+        always = "" if device != "cpu" else ', options={"kgopt.always": True}'
+        return f'torch.compile(model, backend="kgopt"{always})'
+    if case["how"] == "compiled":
+        return "torch.compile(model)" if device != "cpu" else 'torch.compile(model, backend="aot_eager")'
+    return "model"
+
+
 def write_program(case: Json, device: str) -> str:
     """A program that prints, for each call, how far the optimized network's tensors are from the original's."""
     head = write_network(case).replace("import collections\n", "import collections\nimport copy\n", 1)
     head = head.replace("from torch import nn\n", "from torch import nn\n\nimport kgopt\n", 1)
-    options = f"measure={not case['always']}, channels_last={case['channels_last']!r}"
-    options += ", recompute=True" if case.get("recompute") else ""
     if case["copy"] == "pickle":
         head = head.replace("import functools\n", "import functools\nimport pickle\n", 1)
     lines = [head.rstrip("\n"), "", "\n" + inspect.getsource(randomized), _TENSORS, ""]
@@ -119,35 +152,9 @@ def write_program(case: Json, device: str) -> str:
     place = "" if device == "cpu" else f'.to("{device}")'
     lines.append(f"original = randomized(Net(), {case['seed']}).to(torch.{case['dtype']}){place}")
     lines.append("model = copy.deepcopy(original)")
-    run = "model"
-    if case["how"] == "backend":
-        always = "" if device != "cpu" else ', options={"kgopt.always": True}'
-        run = f'torch.compile(model, backend="kgopt"{always})'
-    else:
-        example = ""
-        if case["example"]:
-            shape = [case["calls"][0]["batch"] or case["batch"], case["channels"]]
-            shape += [s + case["calls"][0]["grow"] for s in case["size"]]
-            place = "" if device == "cpu" else f', device="{device}"'
-            example = f", torch.randn({shape}, dtype=torch.{case['dtype']}{place})"
-            slack = "0" if case.get("slower") else 'float("inf")'
-            lines += ["from kgopt.rewrite import race", "", f"race.SLACK = {slack}"]
-        lines.append(f"model.train({case['optimized_in'] == 'train'})")
-        early = _hooks(case, False)
-        lines += early
-        indent = ""
-        if case["how"] == "autocast":
-            lines.append(f'with torch.autocast("{device.split(":")[0]}", dtype=torch.bfloat16):')
-            indent = "    "
-        lines += [f"{indent}kgopt.optimize(model{example}, {options})"] * (2 if case["twice"] else 1)
-        if case["copy"]:
-            copied = "copy.deepcopy(model)" if case["copy"] == "deepcopy" else "pickle.loads(pickle.dumps(model))"
-            lines.append(f"model = {copied}")
-        lines += _hooks(case, True)
-        if case["how"] == "compiled":
-            run = "torch.compile(model)" if device != "cpu" else 'torch.compile(model, backend="aot_eager")'
+    lines += [] if case["how"] == "backend" else _optimize(case, device)
     lines += [
-        f"run = {run}",
+        f"run = {_run(case, device)}",
         f"for call in ({', '.join(f'call_{i}' for i in range(len(case['calls'])))},):",
         "    expected = call(original, original)",
         "    actual = call(model, run)",

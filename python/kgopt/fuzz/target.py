@@ -8,7 +8,18 @@ from collections.abc import Callable, Sequence
 from kgopt.fuzz.draw import Args, Draw, Tensors
 from kgopt.fuzz.kind import Case
 
-__all__ = ["GN", "REF", "Args", "Target", "Tensors", "geometry_text", "home_of", "keyword_text", "name_of"]
+__all__ = [
+    "GN",
+    "REF",
+    "Args",
+    "Target",
+    "Tensors",
+    "called_with",
+    "geometry_text",
+    "home_of",
+    "keyword_text",
+    "name_of",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +50,14 @@ def name_of(case: Case, name: str) -> str:
 def keyword_text(args: Args, names: Sequence[str]) -> str:
     """``, name=value`` for each of these arguments that the call has."""
     return "".join(f", {n}={args[n]!r}" for n in names if n in args)
+
+
+def called_with(module: str, case: Case, names: dict[str, str], bias: str, arguments: str) -> str:
+    """The call of a module with tensors as its parameters, by name; ``bias``: the name of the convolution's."""
+    if "bias" in case["tensors"]:
+        names[bias] = "bias"
+    given = ", ".join(f'"{k}": {v}' for k, v in names.items())
+    return f"torch.func.functional_call({module}, {{{given}}}, ({arguments}))"
 
 
 def home_of(case: Case) -> str:

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/refusal.h"
 #include "conv3d/few_channels/autocorrelation/params.h"
 #include "conv3d/implicit_gemm/plan.h"
 
@@ -57,10 +58,7 @@ inline double autocorrelation_cycles(const AutocorrelationPlan& p, const ConvPro
 
 inline AutocorrelationPlan plan_autocorrelation(const ConvProblem& q, const DeviceLimits& limits) {
   AutocorrelationPlan p;
-  auto refuse = [&](const char* why) {
-    p.refusal = why;
-    return p;
-  };
+  const auto refuse = refuser(p);
   if (q.is_empty()) return refuse(kEmptyProblem);
   if (!limits.has_wgmma) return refuse("it needs compute capability 9.0 and code built for sm_90a");
   if (q.epilogue != ConvEpilogue::kStats) return refuse("it gives statistics and nothing else");

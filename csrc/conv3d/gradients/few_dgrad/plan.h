@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "common/refusal.h"
 #include "conv3d/gradients/few_dgrad/params.h"
 #include "conv3d/implicit_gemm/plan.h"
 
@@ -90,10 +91,7 @@ inline double few_dgrad_cost(const FewDgradPlan& p, const ConvProblem& q) {
 // Of contiguous tensors at multiples of 16 bytes.
 inline FewDgradPlan plan_few_dgrad(const ConvProblem& q, const DeviceLimits& limits) {
   FewDgradPlan p;
-  auto refuse = [&](const char* why) {
-    p.refusal = why;
-    return p;
-  };
+  const auto refuse = refuser(p);
   if (const char* why = few_gradient_refusal(q, limits)) return refuse(why);
   p.math = conv_math(q);
   p.parts = conv_split_factor(p.math);

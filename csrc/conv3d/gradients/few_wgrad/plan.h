@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/refusal.h"
 #include "conv3d/gradients/few_wgrad/params.h"
 #include "conv3d/implicit_gemm/plan.h"
 
@@ -94,10 +95,7 @@ inline double few_wgrad_cost(const FewWgradPlan& p, const ConvProblem& q) {
 // Of contiguous tensors at multiples of 16 bytes.
 inline FewWgradPlan plan_few_wgrad(const ConvProblem& q, const DeviceLimits& limits) {
   FewWgradPlan p;
-  auto refuse = [&](const char* why) {
-    p.refusal = why;
-    return p;
-  };
+  const auto refuse = refuser(p);
   if (const char* why = few_gradient_refusal(q, limits)) return refuse(why);
   p.math = conv_math(q);
   p.blocks_per_sm = few_wgrad_blocks_per_sm(p.math);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/refusal.h"
 #include "conv3d/gradients/head/params.h"
 #include "conv3d/problem.h"
 
@@ -13,11 +14,7 @@ inline constexpr int kHeadBlocksPerSm = 4;
 
 inline HeadGradientPlan plan_head_gradient(const ConvProblem& q, const DeviceLimits& limits) {
   HeadGradientPlan plan;
-  const auto refuse = [&](const char* why) {
-    plan = HeadGradientPlan();
-    plan.refusal = why;
-    return plan;
-  };
+  const auto refuse = refused<HeadGradientPlan>;
   if (q.is_empty()) return refuse(kEmptyProblem);
   if (q.dtype == Dtype::kFloat64) return refuse("float64 is summed in float64");
   if (q.transposed || q.groups != 1) return refuse("it is transposed, or has groups");

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/refusal.h"
 #include "conv3d/gradients/wgrad/params.h"
 #include "conv3d/implicit_gemm/plan.h"
 
@@ -44,10 +45,7 @@ inline double wgrad_step_cycles(const WgradPlan& p) {
 inline WgradPlan plan_wgrad(const ConvProblem& problem, const DeviceLimits& limits, int force_rows = 0,
                             int force_width = 0, int force_stages = 0) {
   WgradPlan p;
-  auto refuse = [&](const char* why) {
-    p.refusal = why;
-    return p;
-  };
+  const auto refuse = refuser(p);
   if (problem.is_empty()) return refuse(kEmptyProblem);
   if (!limits.has_wgmma) return refuse("the device or the build has no tensor copies");
   if (problem.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/refusal.h"
 #include "conv3d/wgmma/position_rows/params.h"
 #include "conv3d/wgmma/tap_columns/plan.h"
 
@@ -49,10 +50,7 @@ inline PositionRowsPlan plan_position_rows(const ConvProblem& problem, const Dev
                                            bool normalizes = false) {
   PositionRowsPlan p;
   p.normalizes = normalizes;
-  auto refuse = [&](const char* why) {
-    p.refusal = why;
-    return p;
-  };
+  const auto refuse = refuser(p);
   if (problem.is_empty()) return refuse(kEmptyProblem);
   if (!limits.has_wgmma) return refuse("the device or the build has no wgmma");
   if (problem.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/refusal.h"
 #include "conv3d/implicit_gemm/plan.h"
 #include "conv3d/wgmma/tap_columns/params.h"
 
@@ -90,10 +91,7 @@ inline const char* shifted_taps_refusal(const ConvProblem& q, int dim, int* padd
 
 inline TapColumnsPlan plan_tap_columns(const ConvProblem& problem, const DeviceLimits& limits) {
   TapColumnsPlan p;
-  auto refuse = [&](const char* why) {
-    p.refusal = why;
-    return p;
-  };
+  const auto refuse = refuser(p);
   if (problem.is_empty()) return refuse(kEmptyProblem);
   if (!limits.has_wgmma) return refuse("the device or the build has no wgmma");
   if (problem.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");

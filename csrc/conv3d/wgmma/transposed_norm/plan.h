@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "common/refusal.h"
 #include "conv3d/wgmma/tap_columns/plan.h"
 #include "conv3d/wgmma/transposed_norm/params.h"
 
@@ -93,10 +94,7 @@ inline void plan_transposed_norm_places(TransposedNormPlan* p, int64_t samples) 
 // `problem` has the output's sizes; its epilogue is ignored.
 inline TransposedNormPlan plan_transposed_norm(const ConvProblem& problem, const DeviceLimits& limits) {
   TransposedNormPlan p;
-  auto refuse = [&](const char* why) {
-    p.refusal = why;
-    return p;
-  };
+  const auto refuse = refuser(p);
   if (problem.is_empty()) return refuse(kEmptyProblem);
   if (!limits.has_wgmma) return refuse("the device or the build has no wgmma");
   if (problem.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");

@@ -6,38 +6,67 @@ import dataclasses
 
 from kgopt.fuzz.draw import Draw
 from kgopt.fuzz.kind import Case
-from kgopt.fuzz.target import GN, REF, Args, Target, Tensors, geometry_text, keyword_text, name_of
+from kgopt.fuzz.target import GN, REF, Args, Target, Tensors, called_with, geometry_text, keyword_text, name_of
 
 __all__ = ["TARGETS"]
 
 
-def _norm_conv(name: str) -> Target:
-    moments_out, pointwise = name.endswith("moments"), name.endswith("1x1")
+def _draw_norm_conv(d: Draw, pointwise: bool) -> tuple[Tensors, Args]:
+    rank, transposed = d.rng.choice([2, 3]), not pointwise and d.chance(0.15)
+    if d.chance(0.5):  # kernels of their own
+        d.products = min(d.products, 2.0**20)
+    tensors, args, out = d.conv(rank, transposed)
+    args["transposed"] = transposed
+    if pointwise:
+        args = {"transposed": False}
+        w = tensors["weight"]["shape"]
+        w[1], w[2:] = tensors["x"]["shape"][1], [1] * rank
+        tensors["x"]["shape"] = [max(1, s) for s in tensors["x"]["shape"]]
+    c = tensors["x"]["shape"][1]
+    if d.chance(0.85):
+        args["num_groups"], args["gn_act"] = d.divisor(c), d.act()
+        d.affine(tensors, c, "gn_")
+        args["moments"] = d.chance(0.25)
+    else:
+        args["num_groups"], args["gn_act"], args["moments"] = 0, "none", False
+    args["eps"] = d.eps()
+    if not pointwise:
+        if d.chance(0.4) and min(out) >= 0:
+            tensors["residual"] = d.tensor(out)
+        args["divisor"], args["act"] = d.rng.choice([1.0, 1.0, 2.0]), d.act(0.7)
+    return tensors, args
 
-    def draw(d: Draw) -> tuple[Tensors, Args]:
-        rank, transposed = d.rng.choice([2, 3]), not pointwise and d.chance(0.15)
-        if d.chance(0.5):  # kernels of their own
-            d.products = min(d.products, 2.0**20)
-        tensors, args, out = d.conv(rank, transposed)
-        args["transposed"] = transposed
-        if pointwise:
-            args = {"transposed": False}
-            w = tensors["weight"]["shape"]
-            w[1], w[2:] = tensors["x"]["shape"][1], [1] * rank
-            tensors["x"]["shape"] = [max(1, s) for s in tensors["x"]["shape"]]
-        c = tensors["x"]["shape"][1]
-        if d.chance(0.85):
-            args["num_groups"], args["gn_act"] = d.divisor(c), d.act()
-            d.affine(tensors, c, "gn_")
-            args["moments"] = d.chance(0.25)
-        else:
-            args["num_groups"], args["gn_act"], args["moments"] = 0, "none", False
-        args["eps"] = d.eps()
-        if not pointwise:
-            if d.chance(0.4) and min(out) >= 0:
-                tensors["residual"] = d.tensor(out)
-            args["divisor"], args["act"] = d.rng.choice([1.0, 1.0, 2.0]), d.act(0.7)
-        return tensors, args
+
+def _norm_conv_through_function(case: Case) -> str:
+    a = case["args"]
+    given = (
+        f"x, {a['num_groups']!r}, {name_of(case, 'gn_weight')}, {name_of(case, 'gn_bias')}, weight, "
+        f"{name_of(case, 'bias')}, {a['stride']!r}, {a['padding']!r}, {a['dilation']!r}, {a['groups']!r}, "
+        f"{a['eps']!r}, {a['gn_act']!r}, {name_of(case, 'residual')}, {a['divisor']!r}, {a['act']!r}"
+    )
+    return f"kgopt.functional.group_norm_conv({given}{', moments=moments' if a['moments'] else ''})"
+
+
+def _has_norm_conv_module(case: Case) -> bool:
+    a = case["args"]
+    affine = {"gn_weight", "gn_bias"} <= set(case["tensors"])
+    return not a["moments"] and affine and (a["divisor"], a["act"]) == (1.0, "none")
+
+
+def _norm_conv_through_module(case: Case) -> str:
+    a, t = case["args"], case["tensors"]
+    w = t["weight"]["shape"]
+    more = keyword_text(a, ["stride", "padding", "dilation", "groups"])
+    made = (
+        f"kgopt.nn.GroupNormConv{len(w) - 2}d({a['num_groups']}, {w[1] * a['groups']}, {w[0]}, {w[2:]!r}"
+        f"{more}, bias={'bias' in t}, act={a['gn_act']!r}, eps={a['eps']!r}, device='meta')"
+    )
+    names = {"group_norm.weight": "gn_weight", "group_norm.bias": "gn_bias", "conv.weight": "weight"}
+    return called_with(made, case, names, "conv.bias", f"x, {name_of(case, 'residual')}")
+
+
+def _norm_conv(name: str) -> Target:
+    pointwise = name.endswith("1x1")
 
     def arguments(case: Case) -> str:
         a = case["args"]
@@ -51,44 +80,21 @@ def _norm_conv(name: str) -> Target:
 
     def theirs(case: Case) -> str:
         call = f"{REF}.{name.removesuffix('_moments')}_ref({arguments(case)})"
-        return f"y_and_stats({call})" if moments_out else call
+        return f"y_and_stats({call})" if name.endswith("moments") else call
 
     def ours(case: Case) -> str:
-        a, t = case["args"], case["tensors"]
-        if case["via"] == "functional" and name == "group_norm_conv" and a["num_groups"] and not a["transposed"]:
-            given = (
-                f"x, {a['num_groups']!r}, {name_of(case, 'gn_weight')}, {name_of(case, 'gn_bias')}, weight, "
-                f"{name_of(case, 'bias')}, {a['stride']!r}, {a['padding']!r}, {a['dilation']!r}, {a['groups']!r}, "
-                f"{a['eps']!r}, {a['gn_act']!r}, {name_of(case, 'residual')}, {a['divisor']!r}, {a['act']!r}"
-            )
-            return f"kgopt.functional.group_norm_conv({given}{', moments=moments' if a['moments'] else ''})"
-        modular = (
-            case["via"] == "module"
-            and name == "group_norm_conv"
-            and a["num_groups"]
-            and not a["transposed"]
-            and not a["moments"]
-            and {"gn_weight", "gn_bias"} <= set(t)
-            and (a["divisor"], a["act"]) == (1.0, "none")
-        )
-        if modular:
-            w = t["weight"]["shape"]
-            more = keyword_text(a, ["stride", "padding", "dilation", "groups"])
-            made = (
-                f"kgopt.nn.GroupNormConv{len(w) - 2}d({a['num_groups']}, {w[1] * a['groups']}, {w[0]}, {w[2:]!r}"
-                f"{more}, bias={'bias' in t}, act={a['gn_act']!r}, eps={a['eps']!r}, device='meta')"
-            )
-            names = {"group_norm.weight": "gn_weight", "group_norm.bias": "gn_bias", "conv.weight": "weight"}
-            if "bias" in t:
-                names["conv.bias"] = "bias"
-            given = ", ".join(f'"{k}": {v}' for k, v in names.items())
-            return f"torch.func.functional_call({made}, {{{given}}}, (x, {name_of(case, 'residual')}))"
+        a = case["args"]
+        if name == "group_norm_conv" and a["num_groups"] and not a["transposed"]:
+            if case["via"] == "functional":
+                return _norm_conv_through_function(case)
+            if case["via"] == "module" and _has_norm_conv_module(case):
+                return _norm_conv_through_module(case)
         return f"torch.ops.kgopt.{name}({arguments(case)})"
 
     return Target(
         name,
         4,
-        draw,
+        lambda d: _draw_norm_conv(d, pointwise),
         ours,
         theirs,
         ("functional", "op", "module") if name == "group_norm_conv" else ("op",),
@@ -173,10 +179,7 @@ def _pipeline(name: str) -> Target:
                 f"bias={'bias' in t}, eps={a['eps']!r}, device='meta')"
             )
             names = {f"{prefix}.weight": "weight", "group_norm.weight": "gn_weight", "group_norm.bias": "gn_bias"}
-            if "bias" in t:
-                names[f"{prefix}.bias"] = "bias"
-            given = ", ".join(f'"{k}": {v}' for k, v in names.items())
-            return f"torch.func.functional_call({made}, {{{given}}}, (x,))"
+            return called_with(made, case, names, f"{prefix}.bias", "x,")
         home = "torch.ops.kgopt" if case["via"] == "op" and isinstance(a["padding"], list) else "kgopt.functional"
         return f"{home}.{name}({positional(case)}{keyword_text(a, ['backend', 'allow_tf32'])})"
 

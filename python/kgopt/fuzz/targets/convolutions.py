@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kgopt.fuzz.draw import Draw
 from kgopt.fuzz.kind import Case
-from kgopt.fuzz.target import REF, Args, Target, Tensors, geometry_text, keyword_text, name_of
+from kgopt.fuzz.target import REF, Args, Target, Tensors, called_with, geometry_text, keyword_text, name_of
 
 __all__ = ["TARGETS"]
 
@@ -43,8 +43,7 @@ def _conv_target(name: str, rank: int, transposed: bool) -> Target:
         c_in, c_out = (w[0], w[1] * g) if transposed else (w[1] * g, w[0])
         more = keyword_text(args, [*order, "padding_mode"])
         made = f"{module}({c_in}, {c_out}, {w[2:]!r}{more}, bias={'bias' in case['tensors']}, device='meta')"
-        given = '{"weight": weight' + (', "bias": bias' if "bias" in case["tensors"] else "") + "}"
-        return f"torch.func.functional_call({made}, {given}, (x,))"
+        return called_with(made, case, {"weight": "weight"}, "bias", "x,")
 
     def ours(case: Case) -> str:
         if case["via"] == "module" or "padding_mode" in case["args"]:

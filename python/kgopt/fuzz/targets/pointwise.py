@@ -58,7 +58,7 @@ def _reduction(name: str, dims: str) -> Target:
         return {"x": d.tensor(shape)}, {"dims": chosen, "keepdim": d.chance(0.5)}
 
     def call(case: Case, home: str) -> str:
-        return f"{home}.{name}(x, {case['args']['dims']!r}, {case['args']['keepdim']!r})"
+        return f"{home}.{name}(x, {_reduction_text(case)})"
 
     return Target(
         name,
@@ -71,48 +71,48 @@ def _reduction(name: str, dims: str) -> Target:
     )
 
 
+def _reduced(d: Draw) -> tuple[list[int], list[int], Args]:
+    """A shape, that of its reduction over some dims, and these."""
+    shape = any_shape(d, least=1)
+    rank = len(shape)
+    chosen = sorted(d.rng.sample(range(rank), d.rng.randint(1, rank)))
+    keepdim = d.chance(0.5)
+    kept = [1 if i in chosen else s for i, s in enumerate(shape) if keepdim or i not in chosen]
+    return shape, kept, {"dims": chosen, "keepdim": keepdim}
+
+
+def _reduction_text(case: Case) -> str:
+    return f"{case['args']['dims']!r}, {case['args']['keepdim']!r}"
+
+
 def _logsumexp_backward() -> Target:
     def draw(d: Draw) -> tuple[Tensors, Args]:
-        shape = any_shape(d, least=1)
-        rank = len(shape)
-        chosen = sorted(d.rng.sample(range(rank), d.rng.randint(1, rank)))
-        keepdim = d.chance(0.5)
-        kept = [1 if i in chosen else s for i, s in enumerate(shape) if keepdim or i not in chosen]
-        return {"x": d.tensor(shape), "dy": d.tensor(kept)}, {"dims": chosen, "keepdim": keepdim}
-
-    def of(case: Case) -> str:
-        return f"{case['args']['dims']!r}, {case['args']['keepdim']!r}"
+        shape, kept, args = _reduced(d)
+        return {"x": d.tensor(shape), "dy": d.tensor(kept)}, args
 
     return Target(
         "logsumexp_backward",
         2,
         draw,
-        lambda case: f"torch.ops.kgopt.logsumexp_backward(dy, x, y, {of(case)})",
-        lambda case: f"vjp(lambda x: torch.logsumexp(x, {of(case)}), dict(x=x), dy)[0]",
+        lambda case: f"torch.ops.kgopt.logsumexp_backward(dy, x, y, {_reduction_text(case)})",
+        lambda case: f"vjp(lambda x: torch.logsumexp(x, {_reduction_text(case)}), dict(x=x), dy)[0]",
         ("op",),
-        before=lambda case: [f"y = torch.logsumexp(x.double(), {of(case)}).to(x.dtype)"],
+        before=lambda case: [f"y = torch.logsumexp(x.double(), {_reduction_text(case)}).to(x.dtype)"],
         grads=(),
     )
 
 
 def _mean_backward() -> Target:
     def draw(d: Draw) -> tuple[Tensors, Args]:
-        shape = any_shape(d, least=1)
-        rank = len(shape)
-        chosen = sorted(d.rng.sample(range(rank), d.rng.randint(1, rank)))
-        keepdim = d.chance(0.5)
-        kept = [1 if i in chosen else s for i, s in enumerate(shape) if keepdim or i not in chosen]
-        return {"x": spec(shape, d.dtype, "zero"), "dy": d.tensor(kept)}, {"dims": chosen, "keepdim": keepdim}
-
-    def of(case: Case) -> str:
-        return f"{case['args']['dims']!r}, {case['args']['keepdim']!r}"
+        shape, kept, args = _reduced(d)
+        return {"x": spec(shape, d.dtype, "zero"), "dy": d.tensor(kept)}, args
 
     return Target(
         "mean_backward",
         2,
         draw,
-        lambda case: f"torch.ops.kgopt.mean_backward(dy, {case['tensors']['x']['shape']!r}, {of(case)})",
-        lambda case: f"vjp(lambda x: torch.mean(x, {of(case)}), dict(x=x), dy)[0]",
+        lambda case: f"torch.ops.kgopt.mean_backward(dy, {case['tensors']['x']['shape']!r}, {_reduction_text(case)})",
+        lambda case: f"vjp(lambda x: torch.mean(x, {_reduction_text(case)}), dict(x=x), dy)[0]",
         ("op",),
         grads=(),
     )
