@@ -67,6 +67,29 @@ def folded(
     return w, b
 
 
+def arranged(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    factor: Tensor | None,
+    shift: Tensor | None,
+) -> tuple[Tensor, int, Tensor | None, Tensor | None]:
+    """What group_norm is given instead: x, the number of groups, weight and bias. Its result has x's values in order."""
+    w, b = folded(x, weight, bias, factor, shift)
+    count = rows(factor, shift)
+    if count == 1:
+        return x, num_groups, w, b
+    return by_sample(x), count * num_groups, w, b
+
+
+def slopes(slope: Tensor, x: Tensor, u: Tensor) -> Tensor:
+    """Those of a PReLU, for what :func:`arranged` made of x."""
+    if slope.numel() == 1 or u.shape[1] == x.shape[1]:
+        return slope
+    return slope.reshape(-1).repeat(u.shape[1] // x.shape[1])
+
+
 def by_sample(t: Tensor) -> Tensor:
     """A contiguous ``[N, C, *]`` as ``[1, N * C, *]``: a view."""
     return t.flatten(0, 1).unsqueeze(0)

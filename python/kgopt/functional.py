@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt import ops as ops
-from kgopt._scale_shift import by_sample, folded, rows
+from kgopt._scale_shift import arranged, by_sample, rows, slopes
 
 Ints = int | Sequence[int]
 
@@ -264,15 +264,14 @@ def _scaled_group_norm(
     if residual is not None and residual.shape != x.shape:
         raise RuntimeError(f"group_norm: residual has shape {list(residual.shape)}, expected {list(x.shape)}")
     factor = None if scale is None else 1 + scale.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    samples = rows(factor, shift)
-    if samples == 1 or (x.is_contiguous() and x.numel() > 0):
-        w, b = folded(x, weight, bias, factor, shift)
-        if samples == 1:
-            return _one_group_norm(x, num_groups, w, b, eps, act, residual, slope)
+    if rows(factor, shift) == 1:
+        x, num_groups, weight, bias = arranged(x, num_groups, weight, bias, factor, shift)
+        return _one_group_norm(x, num_groups, weight, bias, eps, act, residual, slope)
+    if x.is_contiguous() and x.numel() > 0:
+        u, groups, w, b = arranged(x, num_groups, weight, bias, factor, shift)
         r = None if residual is None else by_sample(residual)
-        if slope is not None and slope.numel() == channels:
-            slope = slope.reshape(-1).repeat(n)
-        return _one_group_norm(by_sample(x), n * num_groups, w, b, eps, act, r, slope).reshape(x.shape)
+        slope = None if slope is None else slopes(slope, x, u)
+        return _one_group_norm(u, groups, w, b, eps, act, r, slope).reshape(x.shape)
     y = _one_group_norm(x, num_groups, weight, bias, eps, "none", None, None)
     sizes = [-1, channels] + [1] * (x.dim() - 2)
     if factor is not None:
