@@ -75,7 +75,7 @@ def arranged(
     factor: Tensor | None,
     shift: Tensor | None,
 ) -> tuple[Tensor, int, Tensor | None, Tensor | None]:
-    """What group_norm is given instead: x, the number of groups, weight and bias. Its result has x's values in order."""
+    """What group_norm is given instead: x, the number of groups, weight and bias. The result's values lie as x's do."""
     w, b = folded(x, weight, bias, factor, shift)
     count = rows(factor, shift)
     if count == 1:

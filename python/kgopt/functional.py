@@ -254,7 +254,7 @@ def _scaled_group_norm(
     """With a scale or a shift: :mod:`kgopt._scale_shift` says how."""
     if x.dim() < 2:
         raise RuntimeError(f"group_norm: x has shape {list(x.shape)}, expected [N, C, *]")
-    n, channels = x.shape[0], x.shape[1]
+    channels = x.shape[1]
     if num_groups < 1 or channels % num_groups != 0:
         raise RuntimeError(f"group_norm: num_groups is {num_groups}, expected a divisor of {channels} channels")
     _check_per_sample("scale", scale, x)

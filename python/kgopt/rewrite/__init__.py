@@ -15,8 +15,8 @@ site     chain patterns meanings modules roles      what can be fused, and what 
 verdict  verdicts fingerprint emit policy           PyTorch's code or ours: the rule and the measurement
          channels                                   a norm over channels and the input at hand
 run      carry recompute sites norms formats        what runs in place of a site, of a norm, between norms, in training,
-         wrapped glue sums upsampling joins         in channels_last; what is left of it for the backward
-         training layout channel_norms
+         wrapped glue sums modulated upsampling     in channels_last; what is left of it for the backward
+         joins training layout channel_norms
 find     source sequential backend inductor         front ends: Python source, nn.Sequential, captured graphs
          functional_norms
 model    graphs whole race api                      CUDA graphs; what the whole model decides; optimize, restore, report

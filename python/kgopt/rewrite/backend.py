@@ -180,7 +180,7 @@ def _adds(add: Node, other: Node) -> bool:
 
 
 def _modulates(norm: Node, node: Node, other: Node) -> bool:
-    """The other value has one element a sample and channel, or a channel, and leaves the norm's size and dtype as they are.
+    """The other value has one element a sample and channel, or a channel, and changes neither size nor dtype.
 
     Where samples differ, x is contiguous: its samples' channels can be seen as channels of one.
     """
@@ -232,7 +232,7 @@ class _Writer:
                 norm = self._norm_args(_value(made.origin.args[0]))
             conv = self._conv_args(x) if chain.conv else None
             norm.slope = self._slope(x) if chain.has_prelu else None
-            norm.factor, norm.shift = self._operand(self.found.factor), self._operand(self.found.shift)
+            norm.multiplier, norm.addend = self._operand(self.found.factor), self._operand(self.found.shift)
         except _NotOursError as error:
             return str(error)
         reason = self._obstacle()
@@ -354,7 +354,7 @@ class _Writer:
         return self._operand(self.found.added)
 
     def _operand(self, operand: Node | None) -> Any:
-        """A sum's or product's other value, as it is now: sites before this one have put other nodes in their places."""
+        """A sum's or product's other value, as it is now: sites before this one have put other nodes in places."""
         for node in self.found.nodes:
             if operand is not None and node.kind in ("add", "mul", "addcmul"):
                 for i, value in enumerate(node.inputs):

@@ -59,8 +59,8 @@ class NormArgs:
     axis: int = 1
     lies: tuple[int, ...] | None = None
     slope: Any = None  # of the PReLU behind it
-    factor: Any = None  # one value a sample and channel, that its result is multiplied with
-    shift: Any = None  # and that is added then
+    multiplier: Any = None  # one value a sample and channel, that its result is multiplied with
+    addend: Any = None  # and that is added then
 
 
 def call_now(function: Callable[..., Any], *args: Any) -> Any:
@@ -97,7 +97,7 @@ def emit_kgopt(
     if chain.norm in CHANNELS:
         return _emit_channel_norm(chain, call, call_norm or call, x, n)
     if chain.is_modulated:
-        rest = (n.num_groups, n.weight, n.bias, n.eps, chain.post, n.slope, n.factor, n.shift)
+        rest = (n.num_groups, n.weight, n.bias, n.eps, chain.post, n.slope, n.multiplier, n.addend)
         return (call_norm or call)(modulated_norm, x, *rest)
     if chain.added and chain.has_prelu:
         op = _OPS.group_norm_prelu.default
@@ -152,6 +152,7 @@ def modulated_norm(
     slope: Tensor | None,
     factor: Tensor | None,
     shift: Tensor | None,
+    *,
     group_norm: Any = _OPS.group_norm.default,
     group_norm_prelu: Any = _OPS.group_norm_prelu.default,
 ) -> Tensor:

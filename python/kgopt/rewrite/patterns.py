@@ -18,8 +18,8 @@ from kgopt.rewrite.chain import CHANNELS, PRELU, Chain, takes_another
 class Node:
     """One value. ``kind`` is what made it; every reader is in ``users``, those that are not understood as OTHER."""
 
-    # conv, norm, act, same, add and mul (of two values), addcmul (of three), mean, logsumexp, flatten; other: known, but
-    # in the way; value
+    # conv, norm, act, same, add and mul (of two values), addcmul (of three), mean, logsumexp, flatten;
+    # other: known, but in the way; value
     kind: str
     inputs: list[Node] = field(default_factory=list)
     name: str = ""  # conv: which; norm: as in Chain; act: its name
