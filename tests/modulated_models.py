@@ -197,6 +197,33 @@ class TwoNorms(Base):
         return self.act(h)
 
 
+class TwoNormsBesideLayers(Base):
+    """The same, with layers that are called while either waits."""
+
+    first = True
+
+    def forward(self, x, e):
+        if self.first:
+            h = self.norm(x)
+        else:
+            h = self.out_layers[0](x)
+        h = h * self.to_scale(e)[:, :, None, None]
+        h = h + self.to_shift(e)[:, :, None, None]
+        return self.act(h)
+
+
+class TwoAtOnce(Base):
+    """While one norm waits, another one begins: the first is computed."""
+
+    def forward(self, x, e):
+        scale, shift = self.both(e)
+        h = self.norm(x)
+        g = self.out_layers[0](x)
+        g = g * scale + shift
+        h = h * shift + scale
+        return self.act(h) + self.act(g)
+
+
 class GroupMean(Base):
     """A factor of one value a sample: another shape."""
 
@@ -280,5 +307,7 @@ FUSED = {
     Dropped: [(True, True, "none")],
     Loop: [(True, True, "none")] * 2,
     TwoNorms: [(True, True, "silu")],
+    TwoNormsBesideLayers: [(True, True, "silu")],
+    TwoAtOnce: [(True, True, "none")],
 }
 APART = [InPlace, GroupMean, ByPosition, Wider, Number, ReadTwice, Handled]

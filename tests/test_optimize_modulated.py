@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -24,6 +25,7 @@ from modulated_models import (
     Layers,
     Lucidrains,
     TwoNorms,
+    TwoNormsBesideLayers,
     Wider,
 )
 from tolerances import assert_as_good_as_torch
@@ -81,6 +83,10 @@ def compare(original, model, *given):
             torch.testing.assert_close(mine, right, **close)
     with torch.no_grad():
         torch.testing.assert_close(model(*given), original(*given), **close)
+
+
+def _double(x, *_):
+    x.mul_(2)
 
 
 @pytest.mark.parametrize("cls", FUSED)
@@ -143,11 +149,12 @@ def test_without_a_scale_the_activation_joins_the_norm(done, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_either_norm(first, done):
-    original, model = pair(TwoNorms)
+@pytest.mark.parametrize("cls", [TwoNorms, TwoNormsBesideLayers])
+def test_either_norm(first, cls, done):
+    original, model = pair(cls)
     original.first = model.first = first
     compare(original, model, *sample())
-    assert done == FUSED[TwoNorms] * 2
+    assert done == FUSED[cls] * 2
 
 
 @pytest.mark.parametrize(
@@ -190,6 +197,23 @@ def test_dropout_in_between(training, done):
         results.append(m(*given))
     torch.testing.assert_close(*results)
     assert bool(done) is not training
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("where", ["to_scale", "to_shift"])
+def test_hooks_of_layers_beside_either_norm(first, where, done):
+    """Both norms are computed before a layer runs whose hook may do anything."""
+    original, model = pair(TwoNormsBesideLayers)
+    original.first = model.first = first
+    x, e = sample()
+    results = []
+    for m in (original, model):
+        mine = x.clone()
+        getattr(m, where).register_forward_hook(functools.partial(_double, mine))
+        with torch.no_grad():
+            results.append(m(mine, e))
+    torch.testing.assert_close(*results)
+    assert not done
 
 
 @pytest.mark.parametrize("where", ["norm", "act", "to_scale", "to_shift"])

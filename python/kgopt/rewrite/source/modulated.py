@@ -41,6 +41,7 @@ class Modulations:
         self.name = f"_kgopt_mod_{len(method.sites)}"
         self.live = liveness(method.tree.body)
         self.written: dict[int, str | None] = {}  # statements, by id: the name that waits behind them
+        self.beside: dict[int, list[str]] = {}  # and the children that are called while it waits
         self.nows: set[int] = set()  # those that ask for the tensor
         self._chains: list[tuple[Path, Chain]] = []
 
@@ -162,13 +163,15 @@ class _Paths:
     def follow(self, block: list[ast.stmt], start: int, name: str) -> str | None:
         """Goes through a block; the variable that waits at its end."""
         for s in block[start:]:
-            if id(s) in self.of.written:  # what another norm's value does here, this one's does as well
+            if id(s) in self.of.written and name in reads(
+                s
+            ):  # what another norm's value does here, this one's does, too
+                self.between += self.of.beside.get(id(s), [])
                 waits = self.of.written[id(s)]
-                if name in reads(s):
-                    self.is_scaled = self.is_scaled or id(s) not in self.of.nows
-                    if waits is None:
-                        return None
-                    name = waits
+                self.is_scaled = self.is_scaled or id(s) not in self.of.nows
+                if waits is None:
+                    return None
+                name = waits
                 continue
             if isinstance(s, ast.If) and name not in reads(s.test) and is_quiet(self.method, s.test, self.between):
                 ends = [self.follow(branch, 0, name) for branch in (s.body, s.orelse)]
@@ -180,7 +183,7 @@ class _Paths:
                     return None  # nobody reads it
                 if self._is_harmless(s):
                     continue
-            made = self._in_place(s, name) or self._read(s, name, block)
+            made = None if id(s) in self.of.written else self._in_place(s, name) or self._read(s, name)
             if made is None:
                 self.stops[id(s)] = block, s, name
                 return None
@@ -213,7 +216,7 @@ class _Paths:
         value = self.of.call("times_in_place" if is_product else "plus_in_place", [load, s.value], s)
         return _Edit(s, value, instead=True, waits=name)
 
-    def _read(self, s: Any, name: str, block: list[ast.stmt]) -> _Edit | None:
+    def _read(self, s: Any, name: str) -> _Edit | None:
         """A statement that reads the variable once, the last to do so."""
         if not isinstance(s, (ast.Assign, ast.AnnAssign, ast.Return)) or s.value is None:
             return None
@@ -362,6 +365,7 @@ class _Paths:
             else:
                 s.value = edit.value
             of.written[id(s)] = edit.waits
+            of.beside[id(s)] = self.between
         for block, before, name in self.stops.values():
             self._now(block, [s is before for s in block].index(True), name, before)
         for block, name in self.ends:

@@ -24,7 +24,7 @@ _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}  # of 
 _FUNCTIONS = {
     *(torch.chunk, torch.split, torch.tensor_split, torch.unbind, torch.unsqueeze, torch.squeeze, torch.reshape),
     *(torch.flatten, torch.permute, torch.transpose, torch.movedim, torch.tanh, torch.sigmoid, torch.exp),
-    *(torch.is_tensor, F.silu, F.gelu, F.softplus, F.linear),
+    *(torch.is_tensor, F.gelu, F.softplus, F.linear),
     *(isinstance, hasattr, len, tuple, list, int, float, bool),
 }
 _EINOPS = {"rearrange", "repeat", "reduce"}
@@ -77,7 +77,7 @@ def is_quiet(method: Method, e: ast.AST, between: list[str]) -> bool:
         return False
     function = method.function(e.func)
     if function is not None:
-        return _is_quiet_function(function)
+        return (function is F.silu and len(e.args) == 1) or _is_quiet_function(function)  # the second would be inplace
     path = method.path(e.func)
     if path is not None and len(path) == 1:
         between.append(str(path[0]))
