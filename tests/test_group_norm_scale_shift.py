@@ -17,12 +17,7 @@ NAMES = [n for n in NORM_SHAPES if n != "one element a group"]
 
 
 def plain(x, groups, weight=None, bias=None, scale=None, shift=None, act="none", residual=None):
-    """As models write it."""
-    shape = [-1, x.shape[1], *[1] * (x.dim() - 2)]
-    y = F.group_norm(x, groups, weight, bias)
-    y = y if scale is None else y * (1 + scale.reshape(shape))
-    y = y if shift is None else y + shift.reshape(shape)
-    return reference.activation_ref(y if residual is None else y + residual, act)
+    return reference.group_norm_scale_shift_ref(x, groups, weight, bias, scale, shift, 1e-5, act, residual)
 
 
 def check(shape, groups, dtype, act, layout, device, rows=None, residual=False):
