@@ -144,7 +144,7 @@ def rewritten(function, *given):
 
 def sample(dtype, device, n=3):
     x, e = torch.randn(n, C, 6, 5, device=device), torch.randn(n, 2 * C, 1, 1, device=device)
-    w, b = torch.randn(2, C, device=device)
+    w, b = torch.randn(C, device=device), torch.randn(C, device=device)
     return [t.to(dtype) for t in (x, w, b, e)]
 
 
