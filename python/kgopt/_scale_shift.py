@@ -60,11 +60,17 @@ def folded(
     elif shift is not None:
         s = shift.reshape(-1, channels).to(dtype)
         b = s if bias is None else s + bias
-    if w is not None:
-        w = w.to(dtype).expand(count, channels).reshape(-1)
-    if b is not None:
-        b = b.to(dtype).expand(count, channels).reshape(-1)
-    return w, b
+    w = None if w is None else _for_each(w, count, channels, dtype)
+    return w, None if b is None else _for_each(b, count, channels, dtype)
+
+
+def _for_each(t: Tensor, count: int, channels: int, dtype: torch.dtype) -> Tensor:
+    """``[C]``, ``[1, C]`` or ``[count, C]`` as ``[count * C]``."""
+    if t.dtype != dtype:
+        t = t.to(dtype)
+    if t.dim() == 1 or t.shape[0] != count:
+        t = t.expand(count, channels)
+    return t.reshape(-1)
 
 
 def arranged(

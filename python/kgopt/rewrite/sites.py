@@ -427,7 +427,7 @@ class Site:
         if autocast and x.dtype is torch.float64:
             return False
         dtype = torch.float32 if autocast and not self.keeps_dtype else x.dtype
-        return torch.promote_types(dtype, operand.dtype) is dtype and norm_args(norm, x) is not None
+        return operand.dtype is dtype or torch.promote_types(dtype, operand.dtype) is dtype
 
     def run_modulated(
         self, norm: Any, x: Tensor, factor: Any, shift: Any, act: str = "none", prelu: Any = None
