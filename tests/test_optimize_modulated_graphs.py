@@ -178,7 +178,7 @@ def test_one_op(function, dtype, device):
 def test_what_cannot_be_one_op(function, device):
     given = sample(torch.float32, device)
     (y, report), expected = rewritten(function, *given), function(*given)
-    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)  # of a wider product the norm is still float32
     assert y.dtype is expected.dtype
     (row,) = report.sites
     assert "scale" not in row.became
