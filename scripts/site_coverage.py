@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import kgopt
 import peers
+from kgopt._scale_shift import fits
 from kgopt.rewrite import sites
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.meanings import describe_function
@@ -42,6 +43,7 @@ BEGIN = "<!-- coverage: begin (drawn by scripts/site_coverage.py) -->"
 END = "<!-- coverage: end -->"
 NORMS = (F.group_norm, F.instance_norm)
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+_PRODUCTS = {"mul", "mul_", "__mul__", "__imul__", "__rmul__"}
 _SUMS = {"add", "add_", "__add__", "__iadd__", "__radd__"}
 
 
@@ -91,6 +93,16 @@ class Call:
         if self.name not in _SUMS or len(self.inputs) != 2 or self.kwargs.get("alpha", 1) != 1:
             return False
         return all(isinstance(a, Tensor) and tuple(a.shape) == self.shape for a in self.args[:2])
+
+    @property
+    def modulates(self) -> int:
+        """How many tensors of one value a sample and channel it multiplies with, or adds to, one of its size."""
+        if self.name not in (_SUMS | _PRODUCTS | {"addcmul"}) or len(self.inputs) != len(self.args) or self.kwargs:
+            return 0
+        given = [a for a in self.args if isinstance(a, Tensor)]
+        whole = [a for a in given if tuple(a.shape) == self.shape]
+        rest = [a for a in given if a.dim() == len(self.shape) and fits(a, whole[0])] if len(whole) == 1 else []
+        return len(rest) if len(self.shape) > 2 and len(rest) == len(given) - 1 == len(self.args) - 1 else 0
 
 
 UNREAD = object()
@@ -200,7 +212,11 @@ def expected(call: Call) -> tuple[list[str], int]:
         return c.readers[0] if len(c.readers) == 1 else None
 
     reader = sole(last)
-    if reader is not None and reader.sum:
+    while reader is not None and reader.modulates and len(found) < 2:
+        found += ["scale or shift"] * reader.modulates
+        last = reader
+        reader = sole(last)
+    if not found and reader is not None and reader.sum:
         found.append("sum")
         last, total = reader, id(reader)
     while (reader := sole(last)) is not None and reader.act and not last.is_prelu:
@@ -231,7 +247,7 @@ def norms_of(calls: list[Call]) -> list[Norm]:
 @contextmanager
 def recording(ran: list[tuple[Any, int]]) -> Iterator[None]:
     """``ran`` gets the norm of each site that kgopt's ops compute, and how many operations beside it."""
-    run, run_added = sites.Site.run, sites.Site.run_added
+    run, run_added, run_modulated = sites.Site.run, sites.Site.run_added, sites.Site.run_modulated
 
     def count(text: str) -> int:
         return 0 if text == "none" else text.count("+") + 1
@@ -246,11 +262,19 @@ def recording(ran: list[tuple[Any, int]]) -> Iterator[None]:
             ran.append((norm, 1 + count(act)))
         return y
 
+    def recorded_modulated(self: Any, norm: Any, x: Any, factor: Any, shift: Any, act: str, prelu: Any = None) -> Any:
+        y = run_modulated(self, norm, x, factor, shift, act, prelu)
+        if y is not None:
+            ran.append((norm, (factor is not None) + (shift is not None) + count(act)))
+        return y
+
     sites.Site.run, sites.Site.run_added = recorded_run, recorded_added  # type: ignore[method-assign]
+    sites.Site.run_modulated = recorded_modulated  # type: ignore[method-assign]
     try:
         yield
     finally:
         sites.Site.run, sites.Site.run_added = run, run_added  # type: ignore[method-assign]
+        sites.Site.run_modulated = run_modulated  # type: ignore[method-assign]
 
 
 def mark(found: list[Norm], model: nn.Module, args: Any, kwargs: Any) -> None:

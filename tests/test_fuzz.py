@@ -110,7 +110,8 @@ def test_every_op_is_drawn():
         for n in torch._C._dispatch_get_all_op_names()
         if n.startswith("kgopt::")
     }
-    assert {o for o in ops if not o.startswith(("explain_", "build_info"))} == set(TARGETS)
+    functions = {"group_norm_scale_shift"}  # without an op of their own
+    assert {o for o in ops if not o.startswith(("explain_", "build_info"))} | functions == set(TARGETS)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

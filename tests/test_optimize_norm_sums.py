@@ -134,7 +134,7 @@ class Broadcast(Base):
 
 class Wider(Base):
     def forward(self, x):
-        return F.relu(self.norm(self.conv(x)) + x.double() * 1.5)
+        return F.relu(self.norm(self.conv(x)) + x.float() * 1.5)
 
 
 class InPlaceOnTheOther(Base):

@@ -88,10 +88,10 @@ def fused_sums(model, x, monkeypatch):
 
     glue.find(model, call, lambda path: "", always=True)
     count = []
-    plus = sums._Later.plus
-    monkeypatch.setattr(sums._Later, "plus", lambda *args: (y := plus(*args), count.append(y is not None))[0])
+    plus = sums.Later.plus
+    monkeypatch.setattr(sums.Later, "plus", lambda *args: (y := plus(*args), count.append(y is not None))[0])
     y = call()
-    monkeypatch.setattr(sums._Later, "plus", plus)
+    monkeypatch.setattr(sums.Later, "plus", plus)
     return sum(count), y
 
 

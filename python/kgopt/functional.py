@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt import ops as ops
+from kgopt._scale_shift import arranged, by_sample, rows, slopes
 
 Ints = int | Sequence[int]
 
@@ -193,13 +194,34 @@ def group_norm(
     act: str = "none",
     residual: Tensor | None = None,
     slope: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> Tensor:
-    """``act(GroupNorm(x) + residual)`` in one pass; :func:`torch.nn.functional.group_norm` with ``act`` and a sum.
+    """``act(GroupNorm(x) * (1 + scale) + shift + residual)`` in one pass, what is not given left out.
 
     ``act`` is a ``+``-joined chain of activations, as ``"silu"`` or ``"leaky_relu(0.2)"``: docs/ops.md, "Pointwise"; or
     ``"prelu"`` with ``slope``, the weight of :func:`torch.nn.functional.prelu`: one, or one a channel.
-    ``residual`` has x's shape, dtype and device. The result keeps x's layout.
+    ``residual`` has x's shape, dtype and device. ``scale`` and ``shift`` are ``[N, C]`` or ``[1, C]``, perhaps with
+    dims of size 1 behind, of any floating dtype: AdaGN (Dhariwal and Nichol 2021), FiLM (Perez et al. 2018). What is
+    made of them, ``weight`` and ``bias`` is fp32 (fp64 for fp64 x). The result has x's dtype and layout. Where samples
+    differ in scale or shift, scale, shift, residual and act are passes of their own for x that is not contiguous.
     """
+    if scale is not None or shift is not None:
+        return _scaled_group_norm(x, num_groups, weight, bias, eps, act, residual, slope, scale, shift)
+    return _one_group_norm(x, num_groups, weight, bias, eps, act, residual, slope)
+
+
+def _one_group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    act: str,
+    residual: Tensor | None,
+    slope: Tensor | None,
+) -> Tensor:
+    """By one op."""
     if slope is not None:
         if act != "prelu":
             raise ValueError(f"act is '{act}', expected 'prelu' with a slope")
@@ -215,6 +237,70 @@ def group_norm(
     if torch.jit.is_scripting():
         return torch.ops.kgopt.group_norm(x, num_groups, weight, bias, eps, act)
     return _group_norm(x, num_groups, weight, bias, eps, act)
+
+
+def _scaled_group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    act: str,
+    residual: Tensor | None,
+    slope: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+) -> Tensor:
+    """With a scale or a shift: :mod:`kgopt._scale_shift` says how."""
+    if x.dim() < 2:
+        raise RuntimeError(f"group_norm: x has shape {list(x.shape)}, expected [N, C, *]")
+    channels = x.shape[1]
+    if num_groups < 1 or channels % num_groups != 0:
+        raise RuntimeError(f"group_norm: num_groups is {num_groups}, expected a divisor of {channels} channels")
+    _check_per_sample("scale", scale, x)
+    _check_per_sample("shift", shift, x)
+    _check_per_channel("weight", weight, x)
+    _check_per_channel("bias", bias, x)
+    if residual is not None and residual.shape != x.shape:
+        raise RuntimeError(f"group_norm: residual has shape {list(residual.shape)}, expected {list(x.shape)}")
+    factor = None if scale is None else 1 + scale.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if rows(factor, shift) == 1:
+        x, num_groups, weight, bias = arranged(x, num_groups, weight, bias, factor, shift)
+        return _one_group_norm(x, num_groups, weight, bias, eps, act, residual, slope)
+    if x.is_contiguous() and x.numel() > 0:
+        u, groups, w, b = arranged(x, num_groups, weight, bias, factor, shift)
+        r = None if residual is None else by_sample(residual)
+        slope = None if slope is None else slopes(slope, x, u)
+        return _one_group_norm(u, groups, w, b, eps, act, r, slope).reshape(x.shape)
+    y = _one_group_norm(x, num_groups, weight, bias, eps, "none", None, None)
+    sizes = [-1, channels] + [1] * (x.dim() - 2)
+    if factor is not None:
+        y = y * factor.reshape(sizes).to(y.dtype)
+    if shift is not None:
+        y = y + shift.reshape(sizes).to(y.dtype)
+    if residual is not None:
+        y = y + residual
+    if act == "prelu" and slope is not None:
+        return F.prelu(y, slope.to(y.dtype))
+    return y if act == "none" else activation(y, act)
+
+
+def _check_per_sample(name: str, t: Tensor | None, x: Tensor) -> None:
+    if t is None:
+        return
+    n, channels = x.shape[0], x.shape[1]
+    fits = t.dim() >= 2 and t.numel() == t.shape[0] * t.shape[1] and t.shape[1] == channels
+    if not fits or (t.shape[0] != n and t.shape[0] != 1):
+        raise RuntimeError(
+            f"group_norm: {name} has shape {list(t.shape)}, expected [{n}, {channels}] or [1, {channels}]"
+        )
+    if not t.is_floating_point():
+        raise RuntimeError(f"group_norm: {name} has dtype {t.dtype}, expected a floating one")
+
+
+def _check_per_channel(name: str, t: Tensor | None, x: Tensor) -> None:
+    if t is not None and (t.dim() != 1 or t.shape[0] != x.shape[1]):
+        raise RuntimeError(f"group_norm: {name} has shape {list(t.shape)}, expected [{x.shape[1]}]")
 
 
 def explain_group_norm(

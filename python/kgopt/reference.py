@@ -206,6 +206,28 @@ def group_norm_ref(
     return activation_ref(F.group_norm(activation_ref(x, pre_act), num_groups, weight, bias, eps), act)
 
 
+def group_norm_scale_shift_ref(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 1e-5,
+    act: str = "none",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``act(GroupNorm(x) * (1 + scale) + shift + residual)``, ``[N, C]`` or ``[1, C]`` of scale and shift.
+
+    AdaGN (Dhariwal and Nichol 2021), FiLM (Perez et al. 2018).
+    """
+    sizes = [-1, x.shape[1], *[1] * (x.dim() - 2)]
+    y = F.group_norm(x, num_groups, weight, bias, eps)
+    y = y if scale is None else y * (1 + scale.reshape(sizes))
+    y = y if shift is None else y + shift.reshape(sizes)
+    return activation_ref(y if residual is None else y + residual, act)
+
+
 def group_norm_add_ref(
     x: Tensor,
     residual: Tensor,

@@ -29,6 +29,7 @@ _STYLES = (
     *("statements", "statements", "names", "expression", "sequential", "sequential", "nested", "ordered", "subclass"),
     *("added", "list", "dict", "sliced", "indexed", "reduced", "functional", "functional", "walrus", "conditional"),
 )
+_FILMS = ("film", "film steps", "film branch", "film addcmul", "film in place", "film shift")
 _FORMS = ("module", "module", "functional", "method", "torch", "shared")
 
 
@@ -197,7 +198,7 @@ _COMPOSED: dict[str, tuple[float, Any]] = {
         },
     ),
     "checkpoint": (5, lambda rng, d: {"body": _blocks(rng, d), "reentrant": rng.random() < 0.25}),
-    "gate": (6, lambda rng, d: {"form": rng.choice(["se", "spatial", "film", "softmax"])}),
+    "gate": (9, lambda rng, d: {"form": rng.choice(["se", "spatial", "softmax", *_FILMS])}),
     "views": (
         6,
         lambda rng, d: {

@@ -13,7 +13,7 @@ from kgopt.torch_private import output_padding_of
 
 
 class GroupNorm(torch.nn.GroupNorm):
-    """:class:`torch.nn.GroupNorm` followed by an activation chain, and a sum ahead of it, in one pass.
+    """:class:`torch.nn.GroupNorm`, a scale and a shift by sample, a sum and an activation chain, in one pass.
 
     Args:
         num_groups: groups; must divide ``num_channels``.
@@ -56,10 +56,20 @@ class GroupNorm(torch.nn.GroupNorm):
         if act == "prelu":
             self.slope = torch.nn.Parameter(torch.full([num_slopes], 0.25, device=device, dtype=dtype))
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``act(GroupNorm(input) + residual)``, in the layout of ``input``; ``residual`` has its shape and dtype."""
+    def forward(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+    ) -> Tensor:
+        """``act(GroupNorm(input) * (1 + scale) + shift + residual)``, in the layout of ``input``.
+
+        ``residual`` has its shape and dtype; ``scale`` and ``shift`` are ``[N, C]`` or ``[1, C]``, as
+        :func:`kgopt.functional.group_norm` takes them.
+        """
         rest = (self.weight, self.bias, self.eps, self.act, residual, self.slope)
-        return functional.group_norm(input, self.num_groups, *rest)
+        return functional.group_norm(input, self.num_groups, *rest, scale=scale, shift=shift)
 
     def extra_repr(self) -> str:
         """torch's, and the activation where there is one."""

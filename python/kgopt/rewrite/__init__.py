@@ -15,8 +15,9 @@ site     chain patterns meanings modules roles      what can be fused, and what 
 verdict  verdicts fingerprint emit clocks           PyTorch's code or ours: the rule and the measurement;
          measuring policy channels                  a norm over channels and the input at hand
 run      carry recompute arguments sites norms      what runs in place of a site, of a norm, between norms, in training,
-         formats wrapped glue sums upsampling       in channels_last; what is left of it for the backward
-         joins training layout channel_norms
+         formats wrapped glue sums modulated        in channels_last; what is left of it for the backward
+         upsampling joins training layout
+         channel_norms
 find     source sequential backend                  front ends: Python source, nn.Sequential, captured graphs
          functional_norms upsampled_graphs contest
          inductor lowering                          what Inductor makes of the ops

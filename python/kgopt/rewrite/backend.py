@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from kgopt._scale_shift import fits
 from kgopt.rewrite import emit, functional_norms, originals, policy, upsampled_graphs
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.contest import Contest
@@ -40,6 +41,9 @@ _CONVS: dict[Any, str] = {
 _OVERLOAD = type(torch.ops.aten.relu.default)
 _CONVS = {f: name for f, name in _CONVS.items() if originals.is_torchs(f)}
 _NORMS = {f: n for f, n in ((F.group_norm, "group"), (F.instance_norm, "instance")) if originals.is_torchs(f)}
+_PRODUCTS = {f: f is operator.imul for f in (operator.mul, operator.imul, torch.mul) if originals.is_torchs(f)}
+_ADDCMUL = torch.addcmul if originals.is_torchs(torch.addcmul) else None
+_ARITHMETIC_METHODS = {"add": "add", "add_": "add", "mul": "mul", "mul_": "mul", "addcmul": "addcmul"}
 _PRELU = F.prelu if originals.is_torchs(F.prelu) else None
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -130,7 +134,7 @@ class _Reader:
             for reader in {id(u): self.known[u] for u in readers}.values():
                 for _ in range(sum(i is made for i in reader.inputs) - 1):
                     made.read_by(reader)
-        return [match(made, _adds) for made in self.known.values() if made.kind == "norm"]
+        return [match(made, _adds, _modulates) for made in self.known.values() if made.kind == "norm"]
 
     def _describe(self, node: fx.Node) -> Node:
         channel_norm = self.channel_norms.get(node)
@@ -148,11 +152,11 @@ class _Reader:
         named = {k: UNKNOWN if _holds_node(v) else v for k, v in kwargs.items()}
         if node.op == "call_method":
             made = describe_method(str(node.target), constants, named)
-            known = made is not None or node.target in ("add", "add_")
-            if not known or not originals.untouched(*originals.methods((str(node.target),)))():
+            kind = _ARITHMETIC_METHODS.get(str(node.target), "")
+            if not (made or kind) or not originals.untouched(*originals.methods((str(node.target),)))():
                 return Node("value"), []
-            if node.target in ("add", "add_") and len(args) == 2 and isinstance(args[1], fx.Node) and not kwargs:
-                return Node("add", inplace=node.target == "add_"), [x, args[1]]
+            if kind and len(args) == (3 if kind == "addcmul" else 2) and _are_nodes(args) and not kwargs:
+                return Node(kind, inplace=node.target in ("add_", "mul_")), list(args)  # type: ignore[arg-type]
             return (made, [x]) if made is not None and made.kind != "add" else (Node("value"), [])
         if node.op == "call_function" and not originals.runs_as_is(node.target):
             return Node("value"), []
@@ -164,7 +168,11 @@ class _Reader:
             of_slope = [*args[1:], *kwargs.values()]
             is_one = len(of_slope) == 1 and isinstance(of_slope[0], fx.Node) and of_slope[0] is not x
             return (Node("act", name=PRELU), [x]) if is_one else (Node("value"), [])
+        if node.target is _ADDCMUL and len(args) == 3 and _are_nodes(args) and not kwargs:
+            return Node("addcmul"), list(args)  # type: ignore[arg-type]
         if len(args) == 2 and isinstance(args[1], fx.Node):
+            if node.target in _PRODUCTS and not kwargs:
+                return Node("mul", inplace=_PRODUCTS[node.target]), [x, args[1]]
             if node.target is operator.iadd and originals.untouched(*originals.methods(("__iadd__",)))():
                 return Node("add", inplace=True), [x, args[1]]
             made = describe_function(node.target, [], named)
@@ -180,6 +188,25 @@ def _adds(add: Node, other: Node) -> bool:
         isinstance(t, Tensor) and (t.shape, t.dtype, t.device) == (result.shape, result.dtype, result.device)
         for t in given
     )
+
+
+def _modulates(norm: Node, node: Node, other: Node) -> bool:
+    """The other value has one element a sample and channel, or a channel, and changes neither size nor dtype.
+
+    Where samples differ, x is contiguous: its samples' channels can be seen as channels of one.
+    """
+    x, normed, result, given = (_value(n) for n in (norm.origin.args[0], norm.origin, node.origin, other.origin))
+    if not all(isinstance(t, Tensor) for t in (x, normed, result, given)) or not given.is_floating_point():
+        return False
+    if (result.shape, result.dtype, result.device) != (normed.shape, normed.dtype, normed.device):
+        return False
+    if given.device != normed.device or not fits(given, normed):
+        return False
+    return x.is_contiguous() or bool(given.shape[0] == 1)
+
+
+def _are_nodes(args: Sequence[Any]) -> bool:
+    return all(isinstance(a, fx.Node) for a in args)
 
 
 def _holds_node(argument: Any) -> bool:
@@ -216,6 +243,7 @@ class _Writer:
                 norm = self._norm_args(_value(made.origin.args[0]))
             conv = self._conv_args(x) if chain.conv else None
             norm.slope = self._slope(x) if chain.has_prelu else None
+            norm.multiplier, norm.addend = self._operand(self.found.factor), self._operand(self.found.shift)
         except _NotOursError as error:
             return str(error)
         reason = self._obstacle()
@@ -338,10 +366,16 @@ class _Writer:
                 self.graph.erase_node(node)
 
     def _added(self) -> Any:
-        """What a sum adds, as it is now: sites before this one have put other nodes in their places."""
+        """What a sum adds."""
+        return self._operand(self.found.added)
+
+    def _operand(self, operand: Node | None) -> Any:
+        """A sum's or product's other value, as it is now: sites before this one have put other nodes in places."""
         for node in self.found.nodes:
-            if node.kind == "add" and self.found.added is not None:
-                return node.origin.args[0 if node.inputs[0] is self.found.added else 1]
+            if operand is not None and node.kind in ("add", "mul", "addcmul"):
+                for i, value in enumerate(node.inputs):
+                    if value is operand:
+                        return node.origin.args[i]
         return None
 
     def _call(self, function: Any, *args: Any) -> fx.Node:

@@ -2,6 +2,7 @@
 
 convolution → pointwise chain → norm → pointwise chain → nothing, residual add, mean or logsumexp
 norm → sum with another tensor → pointwise chain
+norm → product with, sum with, one value a sample and channel → pointwise chain
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Chain:
     conv: str = ""  # "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"; "": the chain starts at the norm
     pre: str = "none"  # activations between convolution and norm
     added: bool = False  # another tensor is added to what the norm gives, ahead of the activations
+    scaled: bool = False  # it is multiplied with one value a sample and channel, ahead of them
+    shifted: bool = False  # one value a sample and channel is added, behind the product
     post: str = "none"  # activations after the norm
     residual: bool = False  # the convolution's output is added to the activations' result
     reduce: str = ""  # "mean" or "logsumexp"
@@ -42,7 +45,7 @@ class Chain:
     def _find_fused_op(self) -> str:
         if self.norm != "group":
             return ""
-        if self.added:
+        if self.added or self.is_modulated:
             return ""
         plain = not self.residual and self.post == "none"
         if self.conv == "conv3d" and self.pre == "none" and plain and self.reduces_all(5) and not self.keepdim:
@@ -66,6 +69,11 @@ class Chain:
         return self.dims in ((1,), (1 - rank,))
 
     @property
+    def is_modulated(self) -> bool:
+        """Whether a scale or a shift by sample follows the norm."""
+        return self.scaled or self.shifted
+
+    @property
     def has_prelu(self) -> bool:
         """Whether a PReLU follows the norm, or its sum."""
         return self.post == PRELU
@@ -79,11 +87,16 @@ class Chain:
         parts += [] if self.pre == "none" else _acts.split(self.pre)
         norms = {"group": "GroupNorm", "instance": "InstanceNorm", "layer": "LayerNorm"}
         parts.append(norms.get(self.norm, "RMSNorm"))
+        parts += self._behind_norm
         parts += ["sum"] if self.added else []
         parts += [] if self.post == "none" else _acts.split(self.post)
         parts += ["residual"] if self.residual else []
         parts += [self.reduce] if self.reduce else []
         return " → ".join(parts)
+
+    @property
+    def _behind_norm(self) -> list[str]:
+        return [word for word, is_there in (("scale", self.scaled), ("shift", self.shifted)) if is_there]
 
     @property
     def becomes(self) -> str:
@@ -92,7 +105,7 @@ class Chain:
             return self.fused_op
         ops = [self.conv] if self.conv else []
         if (
-            not self.added
+            not (self.added or self.is_modulated)
             and self.post == "none"
             and not self.keepdim
             and any(self.reduces_all(rank) for rank in (3, 4, 5))
@@ -101,9 +114,11 @@ class Chain:
             return " + ".join([*ops, "group_norm_mean"])
         if self.has_prelu:
             pre = [] if self.pre == "none" else [f"activation({self.pre})"]
-            op = f"group_norm_prelu({'sum' if self.added else ''})".removesuffix("()")
+            more = [*self._behind_norm, *(["sum"] if self.added else [])]
+            op = f"group_norm_prelu({', '.join(more)})".removesuffix("()")
             return " + ".join([*ops, *pre, op, *([self.reduce] if self.reduce else [])])
-        acts = [f"{key}={value}" for key, value in (("pre_act", self.pre), ("act", self.post)) if value != "none"]
+        acts = self._behind_norm
+        acts += [f"{key}={value}" for key, value in (("pre_act", self.pre), ("act", self.post)) if value != "none"]
         name = "channel_norm" if self.norm in CHANNELS else "group_norm_add" if self.added else "group_norm"
         ops.append(f"{name}({', '.join(acts)})" if acts else name)
         ops += [self.reduce] if self.reduce else []

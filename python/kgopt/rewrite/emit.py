@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt import ops as ops
+from kgopt._scale_shift import arranged, slopes
 from kgopt.reference import torch_activation
 from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
 from kgopt.torch_private import without_autocast_on_cuda
@@ -58,6 +59,8 @@ class NormArgs:
     axis: int = 1
     lies: tuple[int, ...] | None = None
     slope: Any = None  # of the PReLU behind it
+    multiplier: Any = None  # one value a sample and channel, that its result is multiplied with
+    addend: Any = None  # and that is added then
 
 
 def call_now(function: Callable[..., Any], *args: Any) -> Any:
@@ -93,6 +96,9 @@ def emit_kgopt(
     n = norm
     if chain.norm in CHANNELS:
         return _emit_channel_norm(chain, call, call_norm or call, x, n)
+    if chain.is_modulated:
+        rest = (n.num_groups, n.weight, n.bias, n.eps, chain.post, n.slope, n.multiplier, n.addend)
+        return (call_norm or call)(modulated_norm, x, *rest)
     if chain.added and chain.has_prelu:
         op = _OPS.group_norm_prelu.default
         return (call_norm or call)(op, x, n.slope, n.num_groups, n.weight, n.bias, n.eps, added)
@@ -134,6 +140,32 @@ def emit_kgopt(
         dims = list(range(1, rank)) if chain.dims is None else list(chain.dims)
         y = call(_OPS.mean.default if chain.reduce == "mean" else _OPS.logsumexp.default, y, dims, chain.keepdim)
     return y
+
+
+def modulated_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    act: str,
+    slope: Tensor | None,
+    factor: Tensor | None,
+    shift: Tensor | None,
+    *,
+    group_norm: Any = _OPS.group_norm.default,
+    group_norm_prelu: Any = _OPS.group_norm_prelu.default,
+) -> Tensor:
+    """``act(GroupNorm(x) * factor + shift)``, where factor and shift are ``[1 or N, C, 1, ...]``.
+
+    Of several rows only for a contiguous x. ``slope`` is that of ``"prelu"``.
+    """
+    u, groups, w, b = arranged(x, num_groups, weight, bias, factor, shift)
+    if slope is None:
+        y = group_norm(u, groups, w, b, eps, act)
+    else:
+        y = group_norm_prelu(u, slopes(slope, x, u), groups, w, b, eps)
+    return y if u is x else y.reshape(x.shape)  # type: ignore[no-any-return]
 
 
 def _emit_channel_norm(chain: Chain, call: Call, call_norm: Call, x: Any, n: NormArgs) -> Any:

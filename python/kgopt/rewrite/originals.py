@@ -220,10 +220,13 @@ def of_function(function: Any) -> tuple[Place, ...]:
         return ()
 
 
+_OPERATORS: dict[Any, str] = {operator.add: "__add__", operator.mul: "__mul__", operator.imul: "__imul__"}
+
+
 def runs_as_is(function: Any) -> bool:
-    """Whether what one of PyTorch's functions calls is PyTorch's own now, and so is ``operator.add``."""
-    if function is operator.add:
-        return untouched(*methods(("__add__",)))()
+    """Whether what one of PyTorch's functions calls is PyTorch's own now, and so is ``operator.add`` or its kind."""
+    if function in _OPERATORS:
+        return untouched(*methods((_OPERATORS[function],)))()
     return untouched(*of_function(function))()
 
 
@@ -290,7 +293,8 @@ for _place in (
     *(place for places in (*_FUNCTIONS.values(), *_BY_FUNCTION.values()) for place in places),
     *methods(("relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_", "mean", "logsumexp", "flatten", "add")),
     *methods(f"{name}{end}" for name in ("clamp", "clamp_min", "clamp_max", "clip") for end in ("", "_")),
-    *methods(("__add__", "__iadd__", "__truediv__", "contiguous", "float", "type_as")),
+    *methods(("__add__", "__iadd__", "__mul__", "__imul__", "__rmul__", "__radd__", "__truediv__")),
+    *methods(("add_", "mul", "mul_", "addcmul", "contiguous", "float", "type_as")),
 ):
     _value(_place)
 

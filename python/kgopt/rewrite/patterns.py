@@ -18,7 +18,8 @@ from kgopt.rewrite.chain import CHANNELS, PRELU, Chain, takes_another
 class Node:
     """One value. ``kind`` is what made it; every reader is in ``users``, those that are not understood as OTHER."""
 
-    # conv, norm, act, same, add (of two values), mean, logsumexp, flatten; other: known, but in the way; value
+    # conv, norm, act, same, add and mul (of two values), addcmul (of three), mean, logsumexp, flatten;
+    # other: known, but in the way; value
     kind: str
     inputs: list[Node] = field(default_factory=list)
     name: str = ""  # conv: which; norm: as in Chain; act: its name
@@ -45,6 +46,8 @@ class Match:
     input: Node
     norm: Node
     added: Node | None = None  # the other value of a sum behind the norm
+    factor: Node | None = None  # one value a sample and channel, with which it is multiplied
+    shift: Node | None = None  # and what is added then
 
     @property
     def last(self) -> Node:
@@ -67,10 +70,15 @@ def _has_room(nodes: Sequence[Node], one: Node, prelu: bool = True) -> bool:
     return (prelu or one.name != PRELU) and takes_another([n.name for n in nodes if n.kind == "act"], one.name)
 
 
-def match(norm: Node, adds: Callable[[Node, Node], bool] | None = None) -> Match:
+def match(
+    norm: Node,
+    adds: Callable[[Node, Node], bool] | None = None,
+    modulates: Callable[[Node, Node, Node], bool] | None = None,
+) -> Match:
     """The largest chain around a norm; of one node, where nothing joins it.
 
-    ``adds(sum, other)``: whether a sum with another value may be part of it.
+    ``adds(sum, other)``: whether a sum with another value may be part of it; ``modulates(norm, node, other)``: whether
+    other has one value a sample and channel of what the norm gives, and ``node``, their product or sum, is as large.
     """
     before = norm.inputs[0]
     pre: list[Node] = []
@@ -95,6 +103,9 @@ def match(norm: Node, adds: Callable[[Node, Node], bool] | None = None) -> Match
     whole = _residual(norm, conv, pre, post, last)  # dropouts that are none may stand anywhere in it
     if whole is not None:
         return whole
+    modulated = None if modulates is None else _modulated(norm, modulates)
+    if modulated is not None:
+        return modulated
     summed = None if adds is None else _sum(norm, adds)
     if summed is not None:
         return summed
@@ -158,6 +169,42 @@ def _sum(norm: Node, adds: Callable[[Node, Node], bool]) -> Match | None:
         post.pop()
     chain = Chain(norm=norm.name, added=True, post=_chain_name(post))
     return Match(chain, [norm, *same, add, *post], norm.inputs[0], norm, other)
+
+
+def _modulated(norm: Node, modulates: Callable[[Node, Node, Node], bool]) -> Match | None:
+    """``act(norm(x) * factor + shift)``, or one of the two."""
+    nodes, last = [norm], norm
+    factor: Node | None = None
+    shift: Node | None = None
+    while shift is None:
+        same = _passed(last)
+        mine = same[-1] if same else last
+        user = _sole_user(mine)
+        if user is None or user.kind not in ("mul", "add", "addcmul") or (factor and user.kind != "add"):
+            break
+        others = [value for value in user.inputs if value is not mine]
+        if len(others) != len(user.inputs) - 1 or (mine is not user.inputs[0] and user.inplace):
+            break
+        if (user.kind == "addcmul" and mine is user.inputs[0]) or not all(modulates(norm, user, o) for o in others):
+            break
+        if user.kind == "addcmul":
+            shift, factor = others
+        elif user.kind == "mul":
+            factor = others[0]
+        else:
+            shift = others[0]
+        nodes += [*same, user]
+        last = user
+    if last is norm:
+        return None
+    post: list[Node] = []
+    while (user := _sole_user(last)) is not None and user.kind in ("act", "same") and _has_room(post, user):
+        post.append(user)
+        last = user
+    while post and post[-1].kind == "same":
+        post.pop()
+    chain = Chain(norm=norm.name, scaled=factor is not None, shifted=shift is not None, post=_chain_name(post))
+    return Match(chain, [*nodes, *post], norm.inputs[0], norm, factor=factor, shift=shift)
 
 
 def _gives_norm(value: Node, reader: Node) -> bool:

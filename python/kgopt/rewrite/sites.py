@@ -7,6 +7,7 @@ tensor. Where it says no, the caller runs the original code.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kgopt import _scale_shift
 from kgopt import ops as ops
 from kgopt._layout import as_channels_last
 from kgopt.rewrite import carry, channels, originals, policy, recompute, watching
 from kgopt.rewrite.arguments import channels_of, conv_args, fits, is_plain, keeps_format, norm_args, slope_of
 from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, PRELU, Chain
 from kgopt.rewrite.disguise import original_class
-from kgopt.rewrite.emit import ConvArgs, NormArgs, as_torch, call_now, emit_kgopt, without_autocast
+from kgopt.rewrite.emit import ConvArgs, NormArgs, as_torch, call_now, emit_kgopt, modulated_norm, without_autocast
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.known import Known
 from kgopt.rewrite.meanings import CONV_MODULES, activation_class, activation_of, is_identity
@@ -308,6 +310,50 @@ class Site:
             return without_autocast(_group_norm_add, *args) if half else _group_norm_add(*args)  # type: ignore[no-any-return]
         return _direct_group_norm_add(*args)  # type: ignore[no-any-return]
 
+    def may_modulate(self, norm: Any, x: Tensor, operand: Any) -> bool:
+        """Whether the norm's result times ``operand``, or plus it, can be one op; of a site that is :meth:`ready`.
+
+        It has one value a sample and channel, or a channel, and leaves the result's size, dtype and format as they are.
+        """
+        if not is_plain(operand) or operand.device != x.device or not _scale_shift.fits(operand, x):
+            return False
+        if not x.is_contiguous() and operand.shape[0] != 1:
+            return False  # samples' channels cannot be seen as channels of one
+        autocast = torch.is_autocast_enabled(x.device.type) and x.is_cuda
+        if autocast and x.dtype is torch.float64:
+            return False
+        dtype = torch.float32 if autocast and not self.keeps_dtype else x.dtype
+        return operand.dtype is dtype or torch.promote_types(dtype, operand.dtype) is dtype
+
+    def run_modulated(
+        self, norm: Any, x: Tensor, factor: Any, shift: Any, act: str = "none", prelu: Any = None
+    ) -> Tensor | None:
+        """``act(norm(x) * factor + shift)`` in one op. ``prelu``: the nn.PReLU that act is.
+
+        Each of the two is None, or :meth:`may_modulate` said yes. None where act runs by rules of its own.
+        """
+        autocast = torch.is_autocast_enabled(x.device.type)
+        half = autocast and x.is_cuda and self.keeps_dtype
+        if autocast and (prelu is not None or (half and "softplus" in act)):
+            return None
+        n = norm_args(norm, x)
+        if n is None:
+            return None
+        slope = None
+        if prelu is not None and (slope := slope_of(prelu, x, channels_of(norm))) is None:
+            return None
+        if _is_compiling():
+            guard_methods(norm)
+            guard_methods(prelu)
+        args: tuple[Any, ...] = (x, n.num_groups, n.weight, n.bias, n.eps, act, slope, factor, shift)
+        if half:
+            y = without_autocast(modulated_norm, *args)
+        elif autocast or watching.is_watched():
+            y = modulated_norm(*args)
+        else:
+            y = _direct_modulated_norm(*args)
+        return y if keeps_format(norm) else as_torch(self.chain, x, y)
+
     def carried(self, x: Tensor) -> Tensor | None:
         """The moments of x, where the convolution that made it kept them."""
         if torch.compiler.is_compiling() or carry.is_empty() or torch.is_autocast_enabled(x.device.type):
@@ -345,6 +391,9 @@ _group_norm_add = torch.ops.kgopt.group_norm_add.default
 _direct_group_norm_add = ops.direct("group_norm_add")
 _group_norm_prelu = torch.ops.kgopt.group_norm_prelu.default
 _direct_group_norm_prelu = ops.direct("group_norm_prelu")
+_direct_modulated_norm = functools.partial(
+    modulated_norm, group_norm=_direct_group_norm, group_norm_prelu=_direct_group_norm_prelu
+)
 _group_norm_moments = torch.ops.kgopt.group_norm_moments.default
 _group_norm_without_grad = ops.without_grad("group_norm")
 _recorded_group_norm = ops.recorded("group_norm")

@@ -32,7 +32,7 @@ from kgopt.rewrite.sites import Site
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 
 
-class _Later:
+class Later:
     """A module's value that is not computed yet."""
 
     __slots__ = ("module", "plan", "x")
@@ -70,7 +70,7 @@ def _upsample_linear(x: Tensor, residual: Tensor) -> Tensor:
     return torch.ops.kgopt.upsample_linear(x, residual)  # type: ignore[no-any-return]
 
 
-class _LaterNorm(_Later):
+class LaterNorm(Later):
     """A norm that waits, with the activation that is known to follow."""
 
     __slots__ = ("site",)
@@ -80,9 +80,13 @@ class _LaterNorm(_Later):
         self.site = site
 
     def plus(self, other: Any, divisor: Any, act: str = "none", prelu: Any = None) -> Tensor | None:
+        """The sum, perhaps of one value a sample and channel, and the activation, in one op; None where it is none."""
         if divisor is not None and not _is_one(divisor):
             return None
-        return self.site.run_added(self.module, self.x, other, act, prelu)
+        y = self.site.run_added(self.module, self.x, other, act, prelu)
+        if y is None and self.site.may_modulate(self.module, self.x, other):
+            y = self.site.run_modulated(self.module, self.x, None, other, act, prelu)  # one value a sample and channel
+        return y
 
 
 _ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in ("group", "instance")}
@@ -93,7 +97,7 @@ def _norm_later(norm: Any, x: Any) -> Any:
     site = _ALONE[kind_of(type(norm))]  # type: ignore[index]
     compiling = torch.compiler.is_compiling()
     may_wait = _adds_as_is() and (compiling or not watching.is_watched())
-    return _LaterNorm(norm, x, site) if may_wait and site.ready(norm, x) else norm(x)
+    return LaterNorm(norm, x, site) if may_wait and site.ready(norm, x) else norm(x)
 
 
 class Sum:
@@ -120,7 +124,7 @@ class Sum:
             may_wait = known.get(module, "glue") is not None and _may_wait(module) and is_as_is(module)
             plan = plans.plan_of(module, x) if may_wait else None
             if plan is not None and plan.adds and _all_change_nothing(owner, between):
-                return _Later(module, x, plan)
+                return Later(module, x, plan)
         elif isinstance(module, nn.Module) and not is_hooked(module) and not any_global_hooks():
             inside = passed_on(module)
             if isinstance(inside, nn.Sequential) and not is_hooked(inside) and _all_change_nothing(owner, between):
@@ -129,11 +133,11 @@ class Sum:
 
     def now(self, value: Any) -> Any:
         """What :meth:`begin` gave, for code that reads it before :meth:`finish`."""
-        return value.value() if isinstance(value, _Later) else value
+        return value.value() if isinstance(value, Later) else value
 
     def through(self, module: Any, value: Any) -> Any:
         """``module(value)``; what a module that does nothing gives is for later, too."""
-        if isinstance(value, _Later):
+        if isinstance(value, Later):
             if isinstance(module, nn.Module) and is_identity(module) and is_as_is(module) and not any_global_hooks():
                 return value
             value = value.value()
@@ -141,12 +145,12 @@ class Sum:
 
     def finish(self, a: Any, b: Any, divisor: Any = None) -> Any:
         """``a + b``, or ``(a + b) / divisor``."""
-        if isinstance(a, _Later) or isinstance(b, _Later):
-            later, other = (a, b) if isinstance(a, _Later) else (b, a)
+        if isinstance(a, Later) or isinstance(b, Later):
+            later, other = (a, b) if isinstance(a, Later) else (b, a)
             y = later.plus(other, divisor)
             if y is not None:
                 return y
-            a, b = (t.value() if isinstance(t, _Later) else t for t in (a, b))
+            a, b = (t.value() if isinstance(t, Later) else t for t in (a, b))
         y = a + b
         # x / 1 has the values of x; a sum of two tensors is nobody else's.
         if divisor is None or (_is_one(divisor) and _are_floats(a, b)):
@@ -164,8 +168,8 @@ class Sum:
         return act(self.finish_in_place(a, b)) if y is None else y
 
     def _fused(self, act: Any, a: Any, b: Any, function: Any) -> Tensor | None:
-        later, other = (a, b) if isinstance(a, _LaterNorm) else (b, a)
-        if not isinstance(later, _LaterNorm) or isinstance(other, _Later):
+        later, other = (a, b) if isinstance(a, LaterNorm) else (b, a)
+        if not isinstance(later, LaterNorm) or isinstance(other, Later):
             return None
         if isinstance(act, nn.Module):
             name = activation_of(act) if is_as_is(act) else None
@@ -175,7 +179,7 @@ class Sum:
 
     def finish_in_place(self, a: Any, b: Any) -> Any:
         """``a += b``, where a is what :meth:`begin` gave."""
-        if isinstance(a, _Later):
+        if isinstance(a, Later):
             y = a.plus(b, None)
             if y is not None:
                 return y
@@ -188,15 +192,21 @@ def _all_change_nothing(owner: Any, names: tuple[str, ...]) -> bool:
     return all(_changes_nothing(getattr(owner, name, None)) for name in names)
 
 
-_WRITES_NOTHING = (nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool2d, nn.MaxPool3d, nn.Identity)
+_WRITES_NOTHING = (nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool2d, nn.MaxPool3d, nn.Identity, nn.Linear, nn.Embedding)
 
 
 def _changes_nothing(module: Any) -> bool:
-    """A convolution, a norm of ours, a pooling or Sequentials of such; where there is none, nothing is called."""
+    """A convolution, a norm of ours, a pooling, a linear layer, an activation that writes into no input, or Sequentials
+    of such; where there is none, nothing is called.
+    """
     if module is None or (conv_of(module) is not None and is_as_is(module)):
         return True
     if kind_of(type(module)) is not None or type(module) in _WRITES_NOTHING:
         return not is_hooked(module)
+    if not isinstance(module, nn.Module):
+        return False
+    if activation_of(module) is not None:
+        return is_as_is(module) and not getattr(module, "inplace", False)
     module = passed_on(module)
     if not isinstance(module, nn.Sequential) or not runs_like_sequential(module) or is_hooked(module):
         return False
@@ -230,7 +240,7 @@ def _before_last(path: list[Any], x: Any) -> Any:
     return x
 
 
-def _runs_in_order(sequential: Any) -> bool:
+def runs_in_order(sequential: Any) -> bool:
     """Whether its children are called one after the other, whatever upsampling waits for."""
     steps = known.get(sequential, "steps")
     return steps is None or steps.is_plain
@@ -243,7 +253,7 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
     path: list[Any] = [whole]
     while isinstance(path[-1], nn.Sequential):
         inside = path[-1]
-        if not runs_like_sequential(inside) or is_hooked(inside) or not _runs_in_order(inside):
+        if not runs_like_sequential(inside) or is_hooked(inside) or not runs_in_order(inside):
             return whole(x)
         if not inside._modules:
             return whole(x)
@@ -263,14 +273,14 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
     x = _before_last(path, x)
     if is_conv:
         plan = plans.plan_of(last, x)
-        return plans.through(last, x) if plan is None or not plan.adds else _Later(last, x, plan)
+        return plans.through(last, x) if plan is None or not plan.adds else Later(last, x, plan)
     arguments = {"size": last.size, "scale_factor": last.scale_factor, "mode": last.mode}
     arguments |= {"align_corners": last.align_corners, "recompute_scale_factor": last.recompute_scale_factor}
     call = recognize(INTERPOLATE, (x,), arguments)
     if call is None or call.kind != "linear" or not state.enabled:
         return last(x)
     if torch.compiler.is_compiling():
-        return _Later(last, x) if "linear" in state.kinds and not x.is_contiguous() else last(x)
+        return Later(last, x) if "linear" in state.kinds and not x.is_contiguous() else last(x)
     if not state.faster.get(call.inside(keeps(last)).key):
         return last(x)
-    return _Later(last, x)
+    return Later(last, x)

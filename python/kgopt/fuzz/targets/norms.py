@@ -93,6 +93,40 @@ def _group_norm_add_fwd() -> Target:
     )
 
 
+def _scale_shift_draw(d: Draw) -> tuple[Tensors, Args]:
+    tensors, args = norm_draw()(d)
+    shape = tensors["x"]["shape"]
+    for name in ("scale", "shift"):
+        if d.rng.random() < 0.8:
+            rows = d.rng.choice([shape[0], shape[0], 1])
+            tensors[name] = d.tensor([rows, shape[1], *[1] * (d.rng.random() < 0.3)], plain=True)
+    if d.rng.random() < 0.3:
+        tensors["residual"] = d.tensor(shape)
+    return tensors, args
+
+
+def _scaled(case: Case) -> str:
+    """What follows the norm's arguments, by name."""
+    return ", ".join(f"{name}={name_of(case, name)}" for name in ("residual", "scale", "shift"))
+
+
+def _group_norm_scale_shift() -> Target:
+    """No op of its own: arithmetic on tiny tensors and a view in front of group_norm."""
+    return Target(
+        "group_norm_scale_shift",
+        8,
+        _scale_shift_draw,
+        lambda case: f"kgopt.functional.group_norm({norm_text(case, 'eps', 'act')}, {_scaled(case)})",
+        lambda case: (
+            f"{REF}.group_norm_scale_shift_ref({norm_text(case)}, eps={case['args']['eps']!r}, "
+            f"act={case['args']['act']!r}, {_scaled(case)})"
+        ),
+        ("functional",),
+        grads=("x", "weight", "bias", "scale", "shift"),
+        wide=("weight", "bias"),
+    )
+
+
 def _prelu_draw(d: Draw) -> tuple[Tensors, Args]:
     tensors, args = norm_draw(act=False)(d)
     shape = tensors["x"]["shape"]
@@ -433,6 +467,7 @@ TARGETS = [
     _group_norm_fwd(),
     _group_norm_add(),
     _group_norm_add_fwd(),
+    _group_norm_scale_shift(),
     _group_norm_prelu(),
     _group_norm_prelu_fwd(),
     _group_norm_prelu_backward(),

@@ -277,15 +277,37 @@ def _gate(w: Draft, at: ClassDraft, block: Json, src: str, dst: str, shape: Shap
     elif form == "spatial":
         a = at.attribute("gate", f"nn.Conv{d}d({c}, 1, 1)")
         at.say(f"{dst} = {src} * torch.sigmoid({a}({src}))")
-    elif form == "film":
+    elif form.startswith("film"):
         a, n = at.attribute("film", f"nn.Linear({c}, {2 * c})"), at.attribute("norm", f"nn.GroupNorm(1, {c})")
         at.say(f"scale, shift = {a}({src}.mean({dims})).unflatten(1, (2, {c})).unbind(1)")
         ones = ", None" * d
-        at.say(f"{dst} = F.silu({n}({src}) * (1 + scale[:, :{ones}]) + shift[:, :{ones}])")
+        if form == "film":
+            at.say(f"{dst} = F.silu({n}({src}) * (1 + scale[:, :{ones}]) + shift[:, :{ones}])")
+        elif form == "film shift":
+            at.say(f"{dst} = F.silu({n}({src}) + shift[:, :{ones}])")
+        else:
+            _film(at, form, n, src, dst, ones)
     else:
         a = at.attribute("gate", f"nn.Conv{d}d({c}, {c}, 1)")
         at.say(f"{dst} = {src} * {a}({src}).flatten(2).softmax(-1).unflatten(2, {src}.shape[2:])")
     return shape
+
+
+def _film(at: ClassDraft, form: str, norm: str, src: str, dst: str, ones: str) -> None:
+    """Scale and shift of a norm, a statement each."""
+    at.say(f"scale, shift = scale[:, :{ones}], shift[:, :{ones}]")
+    at.say(f"{dst} = {norm}({src})")
+    if form == "film addcmul":
+        at.say(f"{dst} = torch.addcmul(shift, {dst}, scale + 1)")
+    elif form == "film in place":
+        at.say(f"{dst} *= scale")
+        at.say(f"{dst} += shift")
+    elif form == "film branch":
+        with at.under("if not self.training:"):
+            at.say(f"{dst} = {dst} * (scale + 1) + shift")
+    else:
+        at.say(f"{dst} = {dst} * (1 + scale) + shift")
+    at.say(f"{dst} = {at.attribute('act', 'nn.SiLU()')}({dst})")
 
 
 def _views(w: Draft, at: ClassDraft, block: Json, src: str, dst: str, shape: Shape) -> Shape:

@@ -18,9 +18,11 @@ runs, so a file edited since it was imported changes nothing.
 code         functions to trees and back
 names        what is read, written and still alive
 expressions  small questions, small changes
+quiet        code that changes no tensor
 method       one method: its tree, and what names mean in it
 sink         an activation behind a branch moves into it
 chains       chains become sites
+modulated    norms whose value is scaled and shifted by sample
 sums         sums of what convolutions give
 upsampled    nearest upsampling whose value a convolution reads
 formats      ``x.contiguous()`` that may keep channels_last
@@ -51,6 +53,7 @@ from kgopt.rewrite.source.code import CannotRewriteError, own_methods, parse, re
 from kgopt.rewrite.source.expressions import text_of
 from kgopt.rewrite.source.formats import keep_formats
 from kgopt.rewrite.source.method import Method
+from kgopt.rewrite.source.modulated import Modulations
 from kgopt.rewrite.source.sink import sink
 from kgopt.rewrite.source.sums import Sums
 from kgopt.rewrite.source.upsampled import Upsamplings
@@ -83,10 +86,12 @@ def _rewrite(method: Method) -> Found:
     """Puts all sites into a method's tree; what it holds."""
     sink(method, method.tree.body)
     found = Chains(method).run()
+    modulations = Modulations(method)
+    modulations.run()
     sums = Sums(method)
     sums.run(method.tree.body)
     Upsamplings(method).run()
-    for path, chain in sums.chains():
+    for path, chain in (*modulations.chains(), *sums.chains()):
         found.chains.setdefault(path, []).append(chain)
     keep_formats(method)
     return found

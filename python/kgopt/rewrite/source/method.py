@@ -12,6 +12,7 @@ from typing import Any
 from kgopt.rewrite.formats import Keep
 from kgopt.rewrite.glue.heads import FollowedSite
 from kgopt.rewrite.meanings import describe_function
+from kgopt.rewrite.modulated import Modulation
 from kgopt.rewrite.patterns import Node
 from kgopt.rewrite.roles import Path, Role
 from kgopt.rewrite.source.code import CannotRewriteError
@@ -20,7 +21,7 @@ from kgopt.rewrite.source.names import writes
 from kgopt.rewrite.sums import Sum
 from kgopt.rewrite.upsampling import Wait
 
-Replacement = FollowedSite | Sum | Keep | Wait  # what a rewritten method calls
+Replacement = FollowedSite | Sum | Modulation | Keep | Wait  # what a rewritten method calls
 _LOOKS_AT_LOCALS = {"locals", "vars", "dir", "eval", "exec", "globals", "breakpoint"}
 
 

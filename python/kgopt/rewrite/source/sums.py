@@ -14,6 +14,7 @@ from kgopt.rewrite.roles import Path
 from kgopt.rewrite.source.expressions import assign, call_of, evaluated_first, is_plain, is_test, replace
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
+from kgopt.rewrite.source.quiet import is_quiet
 from kgopt.rewrite.sums import Sum
 
 
@@ -63,10 +64,19 @@ class Sums:
         if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Add):
             if self._can_wait(e.right):
                 yield e, e.right
-            elif self._can_wait(e.left) and is_plain(e.right):  # what is on the right is evaluated while it waits
+            elif self._can_wait(e.left) and self._may_run_beside(e.left, e.right, []):
                 yield e, e.left
         for child in ast.iter_child_nodes(e):
             yield from self._sums_of_calls(child)
+
+    def _may_run_beside(self, call: ast.expr, e: ast.expr, between: list[str]) -> bool:
+        """Whether an expression may be evaluated while the value of ``call`` waits; it calls children ``between``."""
+        if is_plain(e):
+            return True
+        path = self.method.path(call.func)  # type: ignore[attr-defined]
+        role = self.method.role(path) if path is not None else None
+        is_norm = role is not None and (role[0] == "norm" or role[:2] == ("tail", "norm"))
+        return is_norm and is_quiet(self.method, e, between)
 
     def _can_wait(self, e: ast.expr) -> bool:
         """A call with one argument of a convolution, or of something in a local variable."""
@@ -81,7 +91,10 @@ class Sums:
     def _write_sum(self, statement: ast.stmt, e: ast.BinOp, call: ast.expr) -> None:
         assert isinstance(call, ast.Call)
         name = self._new_sum(call)
-        begin = call_of(name, "begin", [call.func, call.args[0]], call)
+        between: list[str] = []
+        if call is e.left:
+            self._may_run_beside(call, e.right, between)
+        begin = self._begin(name, call, between)
         operands = [begin if side is call else side for side in (e.left, e.right)]
         replace(statement, e, call_of(name, "finish", operands, e))
 
@@ -115,7 +128,7 @@ class Sums:
     def _add_names(self, first: Any, statement: Any, between: list[str], early: list[ast.stmt]) -> bool:
         """Writes the sum that a statement computes of what the first one calls; whether it is one."""
         target, call = str(self.method.target(first)), first.value
-        found = self._sum_with(statement.value, target)
+        found = self._sum_with(statement.value, target, call, between)
         loads = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == target]
         read = [n for n in loads if isinstance(n.ctx, ast.Load)]
         anew = self.method.target(statement) == target
@@ -205,7 +218,9 @@ class Sums:
             ast.copy_location(e, call)
         return call_of(name, "begin", [call.func, call.args[0], *more], call)
 
-    def _sum_with(self, value: ast.expr, name: str) -> tuple[ast.expr, list[ast.expr], ast.expr | None] | None:
+    def _sum_with(
+        self, value: ast.expr, name: str, call: ast.expr, between: list[str]
+    ) -> tuple[ast.expr, list[ast.expr], ast.expr | None] | None:
         """The sum of a variable and something plain, perhaps divided by an attribute, and its parts."""
         for e in ast.walk(value):
             divisor = None
@@ -215,7 +230,8 @@ class Sums:
             if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Add):
                 sides = [inner.left, inner.right]
                 named = [self._is_passed(s, name) for s in sides]
-                plain = all(is_plain(s) for s, passed in zip(sides, named, strict=True) if not passed)
+                others = [s for s, passed in zip(sides, named, strict=True) if not passed]
+                plain = all(self._may_run_beside(call, s, between) for s in others)
                 if any(named) and plain and (divisor is None or is_plain(divisor)):
                     assert isinstance(e, ast.expr)
                     return e, sides, divisor

@@ -1,0 +1,196 @@
+"""A norm whose result is scaled and shifted by sample: ``act(norm(x) * (1 + scale) + shift)`` as one op.
+
+The front end for source code (:mod:`~kgopt.rewrite.source.modulated`) has :meth:`Modulation.begin` called in place of
+the norm, whose value then waits for the product, the sum and the activation that follow, each of which is one of
+these methods. What waits is no tensor: the front end proves that nobody else sees it, or asks for the tensor by
+:meth:`Modulation.now`. Whether an operand has one value a sample and channel is known at run time; every method does
+what stands in the code where it has not, or where nothing waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kgopt.rewrite import originals
+from kgopt.rewrite.chain import PRELU, Chain
+from kgopt.rewrite.glue import plans
+from kgopt.rewrite.meanings import activation_of, is_identity
+from kgopt.rewrite.modules import is_as_is, runs_like_sequential
+from kgopt.rewrite.sites import Site
+from kgopt.rewrite.sums import Later, LaterNorm, Sum, runs_in_order
+from kgopt.rewrite.watching import any_global_hooks, is_hooked
+
+_SUM = Sum()
+_ADDCMUL = torch.addcmul
+_multiplies_as_is = originals.untouched(*originals.methods(("__mul__", "__imul__", "__add__", "__iadd__")))
+_is_addcmul_untouched = originals.untouched((torch, "addcmul"))
+
+
+class Waiting:
+    """A norm's value that is not computed yet, times ``factor``, plus ``shift``, where these are not None."""
+
+    __slots__ = ("factor", "later", "shift")
+
+    def __init__(self, later: LaterNorm, factor: Any = None, shift: Any = None) -> None:
+        self.later = later
+        self.factor = factor
+        self.shift = shift
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the norm's own value."""
+        return self.factor is None and self.shift is None
+
+    def value(self) -> Any:
+        """The tensor."""
+        if self.is_plain:
+            return self.later.value()
+        y = self.with_act("none")
+        assert y is not None
+        return y
+
+    def with_act(self, act: str, prelu: Any = None) -> Tensor | None:
+        """With an activation, in one op; None where that has rules of its own."""
+        later = self.later
+        return later.site.run_modulated(later.module, later.x, self.factor, self.shift, act, prelu)
+
+    def may_take(self, operand: Any) -> bool:
+        """Whether the op can multiply with, or add, an operand."""
+        return self.later.site.may_modulate(self.later.module, self.later.x, operand)
+
+
+@functools.lru_cache(maxsize=256)
+def _followed(kind: str, act: str, role: Any, method: str) -> Site:
+    """The site of a norm and the activation behind it."""
+    roles = ("norm",) if method else ("norm", role)
+    return Site(Chain(kind, post=act), roles, (method,) if method else ())
+
+
+class Modulation:
+    """Products and sums behind norms in a method; ``act``: the activation of the function or method behind one."""
+
+    def __init__(self, function: Any = None, act: str = "", method: str = "") -> None:
+        self.function, self.act, self.method = function, act, method
+        places = () if function is None else originals.of_function(function)
+        self.is_untouched = originals.untouched(*places, *originals.methods((method,) if method else ()))
+
+    def __repr__(self) -> str:
+        return "Modulation()"
+
+    def __reduce__(self) -> Any:
+        return Modulation, (self.function, self.act, self.method)
+
+    def begin(self, module: Any, x: Any, owner: Any = None, *between: str) -> Any:
+        """``module(x)``, or its value for later. ``between``: children of ``owner`` that are called while it waits."""
+        value = _SUM.begin(module, x, owner, *between)
+        if type(value) is LaterNorm:
+            return Waiting(value) if _multiplies_as_is() else value.value()
+        return value.value() if isinstance(value, Later) else value
+
+    def now(self, value: Any) -> Any:
+        """The tensor."""
+        return value.value() if type(value) is Waiting else value
+
+    def through(self, module: Any, value: Any) -> Any:
+        """``module(value)``; a module that does nothing lets it wait."""
+        if type(value) is Waiting:
+            if isinstance(module, nn.Module) and is_identity(module) and is_as_is(module) and not any_global_hooks():
+                return value
+            value = value.value()
+        return module(value)
+
+    def times(self, a: Any, b: Any) -> Any:
+        """``a * b``."""
+        later, other = (a, b) if type(a) is Waiting else (b, a)
+        if type(later) is Waiting:
+            if later.is_plain and later.may_take(other):
+                return Waiting(later.later, other)
+            a, b = self.now(a), self.now(b)
+        return a * b
+
+    def times_in_place(self, a: Any, b: Any) -> Any:
+        """``a *= b``."""
+        if type(a) is Waiting:
+            if a.is_plain and a.may_take(b):
+                return Waiting(a.later, b)
+            a = a.value()
+        a *= b
+        return a
+
+    def plus(self, a: Any, b: Any) -> Any:
+        """``a + b``."""
+        later, other = (a, b) if type(a) is Waiting else (b, a)
+        if type(later) is Waiting:
+            if (y := _plus(later, other)) is not None:
+                return y
+            a, b = self.now(a), self.now(b)
+        return a + b
+
+    def plus_in_place(self, a: Any, b: Any) -> Any:
+        """``a += b``."""
+        if type(a) is Waiting:
+            if (y := _plus(a, b)) is not None:
+                return y
+            a = a.value()
+        a += b
+        return a
+
+    def addcmul(self, function: Any, shift: Any, a: Any, b: Any) -> Any:
+        """``torch.addcmul(shift, a, b)``."""
+        later, other = (a, b) if type(a) is Waiting else (b, a)
+        if type(later) is Waiting:
+            is_known = function is _ADDCMUL and _is_addcmul_untouched() and later.is_plain
+            if is_known and later.may_take(other) and later.may_take(shift):
+                return Waiting(later.later, other, shift)
+            a, b = self.now(a), self.now(b)
+        return function(shift, a, b)
+
+    def then(self, act: Any, value: Any, function: Any = None) -> Any:
+        """``act(value)``. ``act`` is a module, perhaps a Sequential that begins with one, or calls ``function``."""
+        if type(value) is not Waiting:
+            return act(value)
+        if _is_sequential(act):
+            modules = list(act._modules.values())
+            y = self.then(modules[0], value)
+            for module, following in itertools.pairwise(modules[1:]):
+                y = plans.before(module, following, y)
+            return plans.through(modules[-1], y) if len(modules) > 1 else y
+        is_module = isinstance(act, nn.Module)
+        if is_module:
+            name = activation_of(act) if is_as_is(act) and not any_global_hooks() else None
+        else:
+            name = self.act if function is self.function and self.is_untouched() else None
+        y = None
+        if name and value.is_plain:
+            y = self._norm_then(value.later, name, act if is_module else function)
+        elif name:
+            y = value.with_act(name, act if name == PRELU else None)
+        return act(value.value()) if y is None else y
+
+    def _norm_then(self, later: LaterNorm, name: str, operand: Any) -> Tensor | None:
+        """The norm and its activation, where nothing stands between the two."""
+        is_module = isinstance(operand, nn.Module)
+        site = _followed(later.site.chain.norm, name, name if is_module else operand, "" if is_module else self.method)
+        operands = (later.module, later.x) if self.method and not is_module else (later.module, operand, later.x)
+        return site.run(*operands) if site.ready(*operands) else None
+
+
+def _plus(later: Waiting, other: Any) -> Any:
+    """The sum in one op, or for later; None where neither can be."""
+    if later.shift is None and later.may_take(other):
+        return Waiting(later.later, later.factor, other)
+    if later.is_plain and not isinstance(other, Waiting):
+        return later.later.plus(other, None)
+    return None
+
+
+def _is_sequential(act: Any) -> bool:
+    """A Sequential whose modules can be called one after the other."""
+    if not isinstance(act, nn.Sequential) or not act._modules or is_hooked(act) or any_global_hooks():
+        return False
+    return runs_like_sequential(act) and runs_in_order(act) and isinstance(next(iter(act._modules.values())), nn.Module)

@@ -1,0 +1,433 @@
+"""Norms whose value is scaled and shifted by sample, in the source of a method: see :mod:`kgopt.rewrite.modulated`.
+
+    h = self.norm(h)                             h = _kgopt_mod_0.begin(self.norm, h)
+    if scale_shift is not None:                  if scale_shift is not None:
+        scale, shift = scale_shift                   scale, shift = scale_shift
+        h = h * (scale + 1) + shift                  h = _kgopt_mod_0.plus(_kgopt_mod_0.times(h, scale + 1), shift)
+    h = self.act(h)                              h = _kgopt_mod_0.then(self.act, h)
+
+From ``begin`` on, along every path, only statements run that change no tensor. In front of any other one, and of one
+that reads the value otherwise, stands ``h = _kgopt_mod_0.now(h)``. A path without a product is left as it is: sums are
+the business of :mod:`~kgopt.rewrite.source.sums`, activations that of :mod:`~kgopt.rewrite.source.chains`.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kgopt.rewrite.chain import Chain
+from kgopt.rewrite.meanings import describe_method
+from kgopt.rewrite.modulated import Modulation
+from kgopt.rewrite.roles import Path
+from kgopt.rewrite.source.expressions import assign, call_of, evaluated_first
+from kgopt.rewrite.source.method import Method
+from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
+from kgopt.rewrite.source.quiet import is_quiet
+
+_Place = tuple[list[ast.stmt], ast.stmt]  # a block, and one of its statements
+
+
+class Modulations:
+    """Those of one method."""
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+        self.name = f"_kgopt_mod_{len(method.sites)}"
+        self.live = liveness(method.tree.body)
+        self.written: dict[int, str | None] = {}  # statements, by id: the name that waits behind them
+        self.beside: dict[int, list[str]] = {}  # and the children that are called while it waits
+        self.nows: set[int] = set()  # those that ask for the tensor
+        self._chains: list[tuple[Path, Chain]] = []
+
+    def chains(self) -> list[tuple[Path, Chain]]:
+        """Those that begin with a norm of the method's own."""
+        return self._chains
+
+    def run(self) -> None:
+        """Writes them into the method's tree."""
+        tree = self.method.tree
+        if any(self.method.may_catch(node) for node in ast.walk(tree)):
+            return  # what handles an error may read the value
+        self.of_self = self._from_self()
+        for root in list(_roots(tree.body)):
+            for path in list(self._assignments(root, [])):
+                self._write(path, is_inner=root is not tree.body)
+
+    def _from_self(self) -> set[str]:
+        """Local variables that may hold a child: what is assigned to them reads ``self``."""
+        found: set[str] = set()
+        for node in ast.walk(self.method.tree):
+            source = node.value if isinstance(node, ast.Assign) else node.iter if isinstance(node, ast.For) else None
+            if source is not None and self.method.self_name in reads(source):
+                found |= writes(node) if isinstance(node, ast.Assign) else writes(node.target)  # type: ignore[attr-defined]
+        return found - self.method.hidden
+
+    def _assignments(self, body: list[ast.stmt], outside: list[_Place]) -> Iterator[list[_Place]]:
+        """Statements with a norm in them, as the blocks and places that lead to them."""
+        for statement in body:
+            here = [*outside, (body, statement)]
+            if isinstance(statement, ast.If):
+                yield from self._assignments(statement.body, here)
+                yield from self._assignments(statement.orelse, here)
+            elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) and statement.value is not None:
+                yield here
+
+    def _write(self, path: list[_Place], is_inner: bool) -> None:
+        """All that one statement begins."""
+        statement: Any = path[-1][1]
+        if id(statement) in self.written:
+            return
+        for call in list(_outside_scopes(statement.value)):
+            if not isinstance(call, ast.Call) or not self._normalizes(call):
+                continue
+            paths = _Paths(self)
+            paths.begin(statement, call)
+            if paths.failed:
+                continue
+            name = paths.waits
+            for block, place in reversed(path):
+                if name is not None:
+                    name = paths.follow(block, [s is place for s in block].index(True) + 1, name)
+            if name is not None and is_inner and paths.is_modulated:
+                paths.ends.append((path[0][0], name))
+            if paths.is_modulated:
+                paths.commit(call)
+                return
+
+    def _normalizes(self, e: ast.Call) -> bool:
+        """A call with one argument of a norm, of a Sequential that ends in one, or of what a variable holds."""
+        if len(e.args) != 1 or e.keywords or isinstance(e.args[0], ast.Starred):
+            return False
+        path = self.method.path(e.func)
+        if path is not None:
+            role = self.method.role(path)
+            return role is not None and (role[0] == "norm" or role[:2] == ("tail", "norm"))
+        return isinstance(e.func, ast.Name) and e.func.id in self.of_self
+
+    def call(self, method: str, arguments: list[ast.expr], place: ast.AST, name: str = "") -> ast.Call:
+        """``_kgopt_mod.method(...)``."""
+        return call_of(name or self.name, method, arguments, place)
+
+
+@dataclass
+class _Edit:
+    """A statement's new value, or the statement in its place."""
+
+    statement: Any
+    value: ast.expr
+    instead: bool = False  # ``h *= e`` becomes an assignment
+    waits: str | None = None
+
+
+@dataclass
+class _Paths:
+    """Where the value of one norm goes, and what is to be written for it."""
+
+    of: Modulations
+    edits: dict[int, _Edit] = field(default_factory=dict)
+    stops: dict[int, tuple[list[ast.stmt], ast.stmt, str]] = field(default_factory=dict)
+    ends: list[tuple[list[ast.stmt], str]] = field(default_factory=list)  # of blocks behind which it has to be a tensor
+    between: list[str] = field(default_factory=list)
+    sites: list[Modulation] = field(default_factory=list)
+    is_scaled: bool = False
+    is_shifted: bool = False
+    act: str = "none"
+    failed: bool = False
+    waits: str | None = None
+    base: ast.expr | None = None  # the call of the norm, or the variable that waits
+
+    @property
+    def method(self) -> Method:
+        return self.of.method
+
+    @property
+    def is_modulated(self) -> bool:
+        return self.is_scaled
+
+    def begin(self, statement: Any, call: ast.Call) -> None:
+        """The statement with the norm."""
+        self.base = call
+        made = self._value(statement)
+        if made is None:
+            self.failed = True
+            return
+        self.edits[id(statement)] = made
+        self.waits = made.waits
+
+    def follow(self, block: list[ast.stmt], start: int, name: str) -> str | None:
+        """Goes through a block; the variable that waits at its end."""
+        for s in block[start:]:
+            if id(s) in self.of.written and name in reads(
+                s
+            ):  # what another norm's value does here, this one's does, too
+                self.between += self.of.beside.get(id(s), [])
+                waits = self.of.written[id(s)]
+                self.is_scaled = self.is_scaled or id(s) not in self.of.nows
+                if waits is None:
+                    return None
+                name = waits
+                continue
+            if isinstance(s, ast.If) and name not in reads(s.test) and is_quiet(self.method, s.test, self.between):
+                ends = [self.follow(branch, 0, name) for branch in (s.body, s.orelse)]
+                if ends == [None, None]:
+                    return None
+                continue
+            if name not in reads(s):
+                if isinstance(s, (ast.Return, ast.Raise)) or name in writes(s):
+                    return None  # nobody reads it
+                if self._is_harmless(s):
+                    continue
+            made = None if id(s) in self.of.written else self._in_place(s, name) or self._read(s, name)
+            if made is None:
+                self.stops[id(s)] = block, s, name
+                return None
+            self.edits[id(s)] = made
+            if made.waits is None:
+                return None
+        return name
+
+    def _is_harmless(self, s: ast.stmt) -> bool:
+        if isinstance(s, ast.Pass) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)):
+            return True
+        if isinstance(s, ast.Assert):
+            return all(is_quiet(self.method, e, self.between) for e in (s.test, s.msg) if e is not None)
+        if not isinstance(s, ast.Assign) or not is_quiet(self.method, s.value, self.between):
+            return False
+        targets = [e for t in s.targets for e in (t.elts if isinstance(t, (ast.Tuple, ast.List)) else [t])]
+        return all(isinstance(t, ast.Name) for t in targets)
+
+    def _in_place(self, s: Any, name: str) -> _Edit | None:
+        """``h *= 1 + scale``, ``h += shift``."""
+        if not isinstance(s, ast.AugAssign) or not isinstance(s.target, ast.Name) or s.target.id != name:
+            return None
+        if not isinstance(s.op, (ast.Mult, ast.Add)) or name in reads(s.value):
+            return None
+        if not is_quiet(self.method, s.value, self.between):
+            return None
+        is_product = isinstance(s.op, ast.Mult)
+        self._note(is_product)
+        load = ast.copy_location(ast.Name(name, ast.Load()), s)
+        value = self.of.call("times_in_place" if is_product else "plus_in_place", [load, s.value], s)
+        return _Edit(s, value, instead=True, waits=name)
+
+    def _read(self, s: Any, name: str) -> _Edit | None:
+        """A statement that reads the variable once, the last to do so."""
+        if not isinstance(s, (ast.Assign, ast.AnnAssign, ast.Return)) or s.value is None:
+            return None
+        loads = [n for n in ast.walk(s) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+        if len(loads) != 1 or not any(n is loads[0] for n in _outside_scopes(s.value)):
+            return None
+        target = None if isinstance(s, ast.Return) else self.method.target(s)
+        if not isinstance(s, ast.Return) and target != name:
+            return None  # a path that comes from elsewhere has it under one name
+        self.base = loads[0]
+        return self._value(s)
+
+    def _value(self, s: Any) -> _Edit | None:
+        """The new value of a statement that holds the base."""
+        parents = {child: node for node in ast.walk(s) for child in ast.iter_child_nodes(node)}
+        assert self.base is not None
+        before = self.is_scaled, self.is_shifted, list(self.between)
+        whole: ast.expr = self.base
+        made = self._waiting(whole)
+        while isinstance(parent := parents[whole], ast.expr):
+            larger = self._waiting(parent)
+            if larger is None:
+                break
+            whole, made = parent, larger
+        assert made is not None
+        self.is_scaled, self.is_shifted, self.between = before  # of what was tried; now of what is written
+        made = self._waiting(whole)
+        assert made is not None
+        if isinstance(parent, ast.Attribute) and isinstance(parents[parent], ast.Call):
+            parent = parents[parent]  # of a method
+        act = self._act(parent, whole) if isinstance(parent, ast.expr) else None
+        in_place = isinstance(self.base, ast.Name)
+        if act is not None:
+            old: ast.expr = parent  # type: ignore[assignment]
+            new = self._then(old, made, act)
+        else:
+            target = None if isinstance(s, ast.Return) else self.method.target(s)
+            if whole is s.value and target is not None:
+                return _Edit(s, made, waits=target)
+            if in_place and whole is self.base:
+                return None
+            old, new = whole, self.of.call("now", [made], whole)
+        if in_place and not evaluated_first(s.value, old):
+            return None
+        value = new if old is s.value else _with(s.value, old, new)
+        return _Edit(s, value)
+
+    def _waiting(self, e: ast.expr) -> ast.expr | None:
+        """An expression that may wait, as it is written; None for one that does not."""
+        if e is self.base:
+            if isinstance(e, ast.Call):
+                return self.of.call("begin", [e.func, e.args[0]], e)  # commit adds what is called while it waits
+            return copy.deepcopy(e)
+        if not any(n is self.base for n in ast.walk(e)):
+            return None
+        if isinstance(e, ast.BinOp) and isinstance(e.op, (ast.Mult, ast.Add)):
+            left, right = self._waiting(e.left), self._waiting(e.right)
+            other = e.right if left is not None else e.left
+            if (left is None and right is None) or not is_quiet(self.method, other, self.between):
+                return None
+            self._note(isinstance(e.op, ast.Mult))
+            method = "times" if isinstance(e.op, ast.Mult) else "plus"
+            return self.of.call(method, [left or e.left, right or e.right], e)
+        if not isinstance(e, ast.Call) or e.keywords:
+            return None
+        path = self.method.path(e.func)
+        if path is not None and len(e.args) == 1:
+            role = self.method.role(path)
+            inner = self._waiting(e.args[0])
+            if role is None or role[0] != "same" or inner is None:
+                return None
+            return self.of.call("through", [e.func, inner], e)
+        if len(e.args) == 3 and path is None and self.method.function(e.func) is torch.addcmul:
+            parts = [self._waiting(a) for a in e.args]
+            others = [a for a, part in zip(e.args, parts, strict=True) if part is None]
+            if parts[0] is not None or len(others) != 2:
+                return None
+            if not all(is_quiet(self.method, o, self.between) for o in others):
+                return None
+            self.is_scaled = self.is_shifted = True
+            return self.of.call("addcmul", [e.func, *(p or a for p, a in zip(parts, e.args, strict=True))], e)
+        return None
+
+    def _note(self, is_product: bool) -> None:
+        if is_product:
+            self.is_scaled = True
+        else:
+            self.is_shifted = True
+
+    def _act(self, e: Any, inside: ast.expr) -> tuple[str, Any, str] | None:
+        """What an expression does to the waiting value: an activation's name, a function, a method's name."""
+        if not isinstance(e, ast.Call):
+            return None
+        if isinstance(e.func, ast.Attribute) and e.func.value is inside:
+            node = describe_method(e.func.attr, *self.method.constants(e))
+            return (node.name, None, e.func.attr) if node is not None and node.kind == "act" else None
+        if not e.args or e.args[0] is not inside:
+            return None
+        path = self.method.path(e.func)
+        is_local = isinstance(e.func, ast.Name) and e.func.id in self.of.of_self
+        if path is not None or is_local:  # what it is shows when the code runs
+            role = self.method.role(path) if path else None
+            is_alone = len(e.args) == 1 and not e.keywords
+            if not is_alone or (role is not None and role[0] not in ("act", "tail")):
+                return None
+            return (role[1] if role is not None and role[0] == "act" else "", None, "")
+        function = self.method.function(e.func)
+        node = None if function is None else self.method.described(function, e)
+        return (node.name, function, "") if node is not None and node.kind == "act" else None
+
+    def _then(self, e: Any, value: ast.expr, act: tuple[str, Any, str]) -> ast.expr:
+        """``act(value)`` as a call of the site's."""
+        name, function, method = act
+        self.act = name or self.act
+        if function is None and not method:
+            return self.of.call("then", [e.func, value], e)
+        site = f"{self.of.name}_{len(self.of.written)}_{len(self.edits)}"
+        self.method.sites[site] = Modulation(function, name, method)
+        given = ast.Name("_kgopt_value", ast.Load())
+        made = copy.copy(e)
+        if method:
+            made.func = ast.copy_location(ast.Attribute(given, method, ast.Load()), e)
+        else:
+            made.args = [given, *e.args[1:]]
+        arguments = ast.arguments([], [ast.arg("_kgopt_value")], None, [], [], None, [])
+        act_of = ast.Lambda(arguments, copy.deepcopy(made))
+        for node in ast.walk(act_of):
+            if "lineno" in getattr(node, "_attributes", ()):
+                ast.copy_location(node, e)
+        return self.of.call("then", [act_of, value, *([] if method else [e.func])], e, site)
+
+    def commit(self, call: ast.Call) -> None:
+        """Writes what was found."""
+        of = self.of
+        self.method.sites.setdefault(of.name, Modulation())
+        for edit in self.edits.values():
+            s = edit.statement
+            for node in ast.walk(edit.value):
+                if self.between and _is_begin(node, of.name):
+                    names = map(ast.Constant, dict.fromkeys(self.between))
+                    more = [ast.Name(self.method.self_name, ast.Load()), *names]
+                    node.args += [ast.copy_location(e, call) for e in more]  # type: ignore[attr-defined]
+            if edit.instead:
+                target = ast.copy_location(ast.Name(str(edit.waits), ast.Store()), s)
+                _become(s, ast.copy_location(ast.Assign([target], edit.value), s))
+            else:
+                s.value = edit.value
+            of.written[id(s)] = edit.waits
+            of.beside[id(s)] = self.between
+        for block, before, name in self.stops.values():
+            self._now(block, [s is before for s in block].index(True), name, before)
+        for block, name in self.ends:
+            if name in of.live.after.get(id(block[-1]), {name}):
+                self._now(block, len(block), name, block[-1])
+        path = self.method.path(call.func)
+        role = self.method.role(path) if path is not None else None
+        if path is not None and role is not None and role[0] == "norm":
+            of._chains.append((path, Chain(role[1], scaled=True, shifted=self.is_shifted, post=self.act)))
+
+    def _now(self, block: list[ast.stmt], at: int, name: str, place: ast.stmt) -> None:
+        load = ast.copy_location(ast.Name(name, ast.Load()), place)
+        now = assign(name, self.of.call("now", [load], load), place)
+        self.of.written[id(now)] = None
+        self.of.nows.add(id(now))
+        block.insert(at, now)
+
+
+def _is_begin(node: ast.AST, name: str) -> bool:
+    function = node.func if isinstance(node, ast.Call) else None
+    of = function.value if isinstance(function, ast.Attribute) and function.attr == "begin" else None
+    return isinstance(of, ast.Name) and of.id == name
+
+
+def _become(s: ast.stmt, other: ast.Assign) -> None:
+    """Makes a statement another one: blocks and places that hold it stay right."""
+    s.__class__ = ast.Assign
+    s.__dict__.clear()
+    s.__dict__.update(other.__dict__)
+
+
+def _roots(body: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
+    """The body, and the bodies of loops and with blocks: no value waits from one to the other."""
+    yield body
+    waiting = [body]
+    while waiting:
+        for s in waiting.pop():
+            if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                continue
+            for block in blocks(s):
+                waiting.append(block)
+                if not isinstance(s, ast.If):
+                    yield block
+
+
+def _outside_scopes(e: ast.AST) -> Iterator[ast.AST]:
+    """The parts of an expression, those in lambdas and comprehensions left out."""
+    if isinstance(e, SCOPES):
+        return
+    yield e
+    for child in ast.iter_child_nodes(e):
+        yield from _outside_scopes(child)
+
+
+def _with(whole: ast.expr, old: ast.expr, new: ast.expr) -> ast.expr:
+    """A copy of an expression with another part in place of one."""
+    if whole is old:
+        return new
+    made = copy.copy(whole)
+    for name, value in ast.iter_fields(whole):
+        if isinstance(value, ast.AST):
+            setattr(made, name, _with(value, old, new))  # type: ignore[arg-type]
+        elif isinstance(value, list):
+            setattr(made, name, [_with(v, old, new) if isinstance(v, ast.AST) else v for v in value])  # type: ignore[arg-type]
+    return made

@@ -1,0 +1,89 @@
+"""Code that changes no tensor: it may run while a value waits to be computed."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import types
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kgopt.rewrite.source.expressions import is_plain_load
+from kgopt.rewrite.source.method import Method
+
+# Methods of tensors that write nowhere; a module has none of the first.
+_METHODS = {
+    *("chunk", "split", "tensor_split", "unbind", "view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as"),
+    *("flatten", "unflatten", "permute", "transpose", "contiguous", "repeat", "size", "dim", "numel", "view_as"),
+    *("add", "mul", "sub", "div", "neg", "exp", "tanh", "sigmoid", "clone", "detach", "broadcast_to", "movedim"),
+}
+_CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}  # of a module they change its parameters
+_FUNCTIONS = {
+    *(torch.chunk, torch.split, torch.tensor_split, torch.unbind, torch.unsqueeze, torch.squeeze, torch.reshape),
+    *(torch.flatten, torch.permute, torch.transpose, torch.movedim, torch.tanh, torch.sigmoid, torch.exp),
+    *(torch.is_tensor, F.gelu, F.softplus, F.linear),
+    *(isinstance, hasattr, len, tuple, list, int, float, bool),
+}
+_EINOPS = {"rearrange", "repeat", "reduce"}
+_SILENT = (
+    *("RESUME", "NOP", "CACHE", "NOT_TAKEN", "COPY", "TO_BOOL", "UNARY_NOT", "IS_OP", "RETURN_VALUE", "RETURN_CONST"),
+    *("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_CONST", "LOAD_SMALL_INT"),
+    *("POP_JUMP_IF_NONE", "POP_JUMP_IF_NOT_NONE", "POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE"),
+    *("POP_JUMP_FORWARD_IF_NONE", "POP_JUMP_FORWARD_IF_NOT_NONE"),
+    *("POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE"),
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def _only_tests(code: types.CodeType) -> bool:
+    """``return x is not None``: the code looks at which objects its arguments are, and calls nothing."""
+    return not code.co_freevars and all(i.opname in _SILENT for i in dis.get_instructions(code))
+
+
+def _is_quiet_function(function: Any) -> bool:
+    try:
+        if function in _FUNCTIONS:
+            return True
+    except TypeError:  # not hashable
+        return False
+    if isinstance(function, types.FunctionType):
+        if function.__module__.partition(".")[0] == "einops" and function.__name__ in _EINOPS:
+            return True
+        return _only_tests(function.__code__)
+    return False
+
+
+def is_quiet(method: Method, e: ast.AST, between: list[str]) -> bool:
+    """Whether evaluating an expression changes no tensor.
+
+    Children that it calls go into ``between``; what they are is looked at when the code runs.
+    """
+    inner = functools.partial(is_quiet, method, between=between)
+    if is_plain_load(e):
+        return True
+    if isinstance(e, ast.Subscript):
+        return inner(e.value) and inner(e.slice)
+    if isinstance(e, ast.Attribute):
+        return inner(e.value)
+    if isinstance(e, (ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Tuple, ast.List, ast.Slice)):
+        parts = [child for child in ast.iter_child_nodes(e) if isinstance(child, ast.expr)]
+        return all(map(inner, parts))
+    if not isinstance(e, ast.Call) or any(word.arg in (None, "out", "inplace") for word in e.keywords):
+        return False
+    if not all(map(inner, [*e.args, *(word.value for word in e.keywords)])):
+        return False
+    function = method.function(e.func)
+    if function is not None:
+        return (function is F.silu and len(e.args) == 1) or _is_quiet_function(function)  # the second would be inplace
+    path = method.path(e.func)
+    if path is not None and len(path) == 1:
+        between.append(str(path[0]))
+        return len(e.args) == 1 and not e.keywords
+    if not isinstance(e.func, ast.Attribute):
+        return False
+    if e.func.attr in _CASTS:
+        return method.path(e.func.value) is None and inner(e.func.value)
+    return e.func.attr in _METHODS and inner(e.func.value)

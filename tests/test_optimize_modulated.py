@@ -1,0 +1,359 @@
+"""Scale and shift by sample behind norms in the code of modules: one op, and what keeps its parts apart."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import kgopt
+from kgopt.rewrite import policy, sites
+from modulated_models import (
+    APART,
+    FUSED,
+    C,
+    ChangesInput,
+    Diffusers,
+    Dropped,
+    E,
+    GuidedDiffusion,
+    InOneExpression,
+    Layers,
+    Lucidrains,
+    TwoNorms,
+    TwoNormsBesideLayers,
+    Wider,
+)
+from tolerances import assert_as_good_as_torch
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch):
+    monkeypatch.setattr(policy, "default", lambda device: True)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What was computed as one op: with a factor? with a shift? and the activation."""
+    found = []
+    run = sites.Site.run_modulated
+
+    def watched(self, norm, x, factor, shift, act="none", prelu=None):
+        y = run(self, norm, x, factor, shift, act, prelu)
+        if y is not None:
+            found.append((factor is not None, shift is not None, act))
+        return y
+
+    monkeypatch.setattr(sites.Site, "run_modulated", watched)
+    return found
+
+
+def pair(cls, dtype=torch.float64, **arguments):
+    torch.manual_seed(3)
+    original = cls(**arguments).to(dtype)
+    for p in original.parameters():
+        nn.init.normal_(p, std=0.4)
+    return original, kgopt.optimize(copy.deepcopy(original), measure=False)
+
+
+def sample(dtype=torch.float64, n=3):
+    return torch.randn(n, C, 6, 5, dtype=dtype), torch.randn(n, E, dtype=dtype)
+
+
+def run(model, *given):
+    """The result, and gradients of the inputs and the parameters."""
+    given = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in given]
+    y = model(*given)
+    model.zero_grad()
+    y.square().sum().backward()
+    return [y.detach(), *(t.grad for t in given), *(p.grad for p in model.parameters())]
+
+
+def compare(original, model, *given):
+    # Of a float32 norm whose product is float64 the values are still float32's.
+    close = {"rtol": 1e-4, "atol": 1e-5} if given[0].dtype is torch.float32 else {}
+    for mine, right in zip(run(model, *given), run(original, *given), strict=True):
+        assert (mine is None) == (right is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, right, **close)
+    with torch.no_grad():
+        torch.testing.assert_close(model(*given), original(*given), **close)
+
+
+def _double(x, *_):
+    x.mul_(2)
+
+
+@pytest.mark.parametrize("cls", FUSED)
+def test_one_op(cls, done):
+    original, model = pair(cls)
+    compare(original, model, *sample())
+    assert done == FUSED[cls] * 2
+
+
+@pytest.mark.parametrize("cls", APART)
+def test_what_cannot_be_one_op(cls, done):
+    dtype = torch.float32 if cls is Wider else torch.float64
+    original, model = pair(cls, dtype)
+    compare(original, model, *sample(dtype))
+    assert not done
+
+
+@pytest.mark.parametrize("cls", [*FUSED, *APART])
+def test_compiled(cls, done):
+    dtype = torch.float32 if cls is Wider else torch.float64
+    original, model = pair(cls, dtype)
+    given = sample(dtype)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=cls.__name__ != "Handled")
+    torch.testing.assert_close(compiled(*given), original(*given), rtol=1e-5, atol=1e-5)
+    assert done == FUSED.get(cls, [])
+
+
+@pytest.mark.parametrize("cls", [GuidedDiffusion, Diffusers, Layers])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_as_good_as_pytorch(cls, dtype, done):
+    original, model = pair(cls, dtype)
+    given = sample(dtype)
+    exact = run(copy.deepcopy(original).double(), *(t.double() for t in given))
+    for mine, theirs, right in zip(run(model, *given), run(original, *given), exact, strict=True):
+        if right is not None:
+            assert_as_good_as_torch(mine, theirs, right, factor=3)  # convolutions and linear layers have errors, too
+    assert done == FUSED[cls]
+
+
+def test_the_input_changes_in_between(done):
+    original, model = pair(ChangesInput)
+    given = sample()
+    with torch.no_grad():
+        torch.testing.assert_close(model(*given), original(*given))
+    assert not done
+
+
+def test_without_a_scale_the_activation_joins_the_norm(done, monkeypatch):
+    """One path of the code scales, the other does not."""
+    chains = []
+    run_site = sites.Site.run
+    monkeypatch.setattr(
+        sites.Site, "run", lambda self, *a, **k: (chains.append(self.chain.post), run_site(self, *a, **k))[1]
+    )
+    original, model = pair(Lucidrains)
+    x, _ = sample()
+    torch.testing.assert_close(model(x), original(x))
+    assert chains == ["silu"]
+    assert not done
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("cls", [TwoNorms, TwoNormsBesideLayers])
+def test_either_norm(first, cls, done):
+    original, model = pair(cls)
+    original.first = model.first = first
+    compare(original, model, *sample())
+    assert done == FUSED[cls] * 2
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.GroupNorm(4, C, affine=False),
+        lambda: nn.InstanceNorm2d(C),
+        lambda: nn.InstanceNorm2d(C, affine=True),
+        lambda: nn.GroupNorm(1, C, eps=0.1),
+    ],
+    ids=["no affine", "instance", "instance affine", "eps"],
+)
+def test_other_norms(norm, done):
+    original, model = pair(Diffusers, norm=norm())
+    compare(original, model, *sample())
+    assert done == FUSED[Diffusers] * 2
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_channels_last(n, done):
+    """Of one sample it is one op. Of more the channels of all are no channels of one, so the code runs as it stands."""
+    original, model = pair(Diffusers)
+    x, e = sample(n=n)
+    x = x.contiguous(memory_format=torch.channels_last)
+    compare(original, model, x, e)
+    assert done == (FUSED[Diffusers] * 2 if n == 1 else [])
+    assert model(x, e).stride() == original(x, e).stride()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_in_between(training, done):
+    original, model = pair(Dropped)
+    for m in (original, model):
+        m.drop.p = 0.5
+        m.train(training)
+    given = sample()
+    results = []
+    for m in (original, model):
+        torch.manual_seed(5)
+        results.append(m(*given))
+    torch.testing.assert_close(*results)
+    assert bool(done) is not training
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("where", ["to_scale", "to_shift"])
+def test_hooks_of_layers_beside_either_norm(first, where, done):
+    """Both norms are computed before a layer runs whose hook may do anything."""
+    original, model = pair(TwoNormsBesideLayers)
+    original.first = model.first = first
+    x, e = sample()
+    results = []
+    for m in (original, model):
+        mine = x.clone()
+        getattr(m, where).register_forward_hook(functools.partial(_double, mine))
+        with torch.no_grad():
+            results.append(m(mine, e))
+    torch.testing.assert_close(*results)
+    assert not done
+
+
+@pytest.mark.parametrize("where", ["norm", "act", "to_scale", "to_shift"])
+def test_hooks_see_what_they_saw(where, done):
+    """A hook of a layer that is called while the norm waits may do anything: the norm runs first."""
+    cls = Diffusers if where in ("norm", "act") else Layers
+    original, model = pair(cls)
+    seen = []
+    for m in (original, model):
+        getattr(m, where).register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
+    compare(original, model, *sample())
+    assert len(seen) == 4
+    torch.testing.assert_close(seen[::2][0], seen[1::2][0])
+    assert [act for *_, act in done] == (["none"] * 2 if where == "act" else [])
+
+
+def test_a_layer_that_writes_into_the_input(done):
+    """While the norm waits, a module of the user's changes x."""
+
+    class Writes(nn.Module):
+        def forward(self, e):
+            self.x.mul_(2)
+            return e[:, :C]
+
+    original, model = pair(Layers)
+    x, e = sample()
+    for m in (original, model):
+        m.to_scale = Writes()
+    with torch.no_grad():
+        results = []
+        for m in (original, model):
+            m.to_scale.x = x.clone()
+            results.append(m(m.to_scale.x, e))
+    torch.testing.assert_close(*results)
+    assert not done
+
+
+def test_another_activation_later(done):
+    original, model = pair(Diffusers)
+    for m in (original, model):
+        m.act = nn.Tanh()
+    compare(original, model, *sample())
+    assert done == [(True, True, "tanh")] * 2
+    done.clear()
+    for m in (original, model):
+        m.act = nn.LogSoftmax(1)
+    compare(original, model, *sample())
+    assert done == [(True, True, "none")] * 2
+
+
+def test_replaced_arithmetic_runs(done, monkeypatch):
+    original, model = pair(Diffusers)
+    given = sample()
+    times = torch.Tensor.__mul__
+    monkeypatch.setattr(torch.Tensor, "__mul__", lambda a, b: times(a, b) + 1)
+    torch.testing.assert_close(model(*given), original(*given))
+    assert not done
+
+
+def test_wrong_shapes_raise_as_they_did(done):
+    original, model = pair(Diffusers)
+    x, e = sample()
+    errors = []
+    for m in (original, model):
+        with pytest.raises(RuntimeError) as error:
+            m(x, e[:2])
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+    assert not done
+
+
+def test_copies_pickles_and_restore(done):
+    for cls in (Diffusers, Layers, GuidedDiffusion):
+        original, model = pair(cls)
+        given = sample()
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            compare(original, other, *given)
+        assert done == FUSED[cls] * 4
+        kgopt.restore(model)
+        done.clear()
+        compare(original, model, *given)
+        assert not done
+        assert type(model) is cls
+
+
+def test_report_names_scale_and_shift():
+    _, model = pair(InOneExpression)
+    (row,) = [row for row in kgopt.report(model).sites if row.path == "norm"]
+    assert row.kind == "GroupNorm → scale → shift → silu"
+    assert row.became == "group_norm(scale, shift, act=silu)"
+
+
+@pytest.mark.parametrize("cls", [Diffusers, Layers])
+def test_autocast_on_the_cpu(cls, done):
+    original, model = pair(cls, torch.float32)
+    given = sample(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = model(*given), original(*given)
+    assert y.dtype is expected.dtype
+    torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "cls",
+    [
+        Diffusers,
+        Layers,
+        GuidedDiffusion,
+    ],
+)
+@pytest.mark.parametrize("norm", [None, nn.InstanceNorm2d(C, affine=True)], ids=["group", "instance"])
+def test_autocast(cls, low, norm, done):
+    """GroupNorm gives float32 under autocast, InstanceNorm what it is given."""
+    original, model = (m.cuda() for m in pair(cls, torch.float32, norm=copy.deepcopy(norm)))
+    given = [t.cuda() for t in sample(torch.float32)]
+    with torch.autocast("cuda", low):
+        y, expected = model(*given), original(*given)
+    assert y.dtype is expected.dtype
+    torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
+    assert done == FUSED[cls]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cls", FUSED)
+def test_on_the_gpu(cls, done):
+    original, model = (m.cuda() for m in pair(cls))
+    compare(original, model, *(t.cuda() for t in sample()))
+    assert done == FUSED[cls] * 2
+
+
+def test_diffusers_blocks(done):
+    resnet = pytest.importorskip("diffusers.models.resnet")
+    block = resnet.ResnetBlock2D(in_channels=32, temb_channels=16, groups=8, time_embedding_norm="scale_shift")
+    for p in block.parameters():
+        nn.init.normal_(p, std=0.2)
+    given = torch.randn(2, 32, 6, 5), torch.randn(2, 16)
+    model = kgopt.optimize(copy.deepcopy(block), measure=False)
+    exact = run(copy.deepcopy(block).double(), *(t.double() for t in given))
+    for mine, theirs, right in zip(run(model, *given), run(block, *given), exact, strict=True):
+        assert_as_good_as_torch(mine, theirs, right, factor=3)
+    assert done == [(True, True, "silu")]

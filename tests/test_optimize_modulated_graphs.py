@@ -1,0 +1,249 @@
+"""Scale and shift by sample behind norms in captured graphs: torch.compile(backend="kgopt")."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kgopt.rewrite.backend as backend
+from tolerances import assert_as_good_as_torch
+
+C = 8
+
+
+def usual(x, w, b, e):
+    scale, shift = e.chunk(2, dim=1)
+    return F.silu(F.group_norm(x, 2, w, b) * (1 + scale) + shift)
+
+
+def other_way_round(x, w, b, e):
+    scale, shift = e.chunk(2, dim=1)
+    return torch.relu(shift + (scale + 1) * F.group_norm(x, 2, w, b))
+
+
+def addcmul(x, w, b, e):
+    scale, shift = e.split(C, dim=1)
+    return F.gelu(torch.addcmul(shift, F.group_norm(x, 2, w, b), 1 + scale))
+
+
+def addcmul_method(x, w, b, e):
+    scale, shift = e.split(C, dim=1)
+    return F.silu(shift.addcmul(scale, F.group_norm(x, 2, w, b)))
+
+
+def in_place(x, w, b, e):
+    h = F.group_norm(x, 2, w, b)
+    h *= e[:, :C]
+    h += e[:, C:]
+    return F.leaky_relu_(h, 0.2)
+
+
+def methods(x, w, b, e):
+    return F.group_norm(x, 2, w, b).mul(e[:, :C]).add_(e[:, C:]).relu()
+
+
+def no_affine(x, w, b, e):
+    """AdaGroupNorm of diffusers."""
+    scale, shift = e.chunk(2, dim=1)
+    x = F.group_norm(x, 2, eps=1e-6)
+    return x * (1 + scale) + shift
+
+
+def scale_alone(x, w, b, e):
+    return F.silu(F.group_norm(x, 2, w, b) * e[:, :C])
+
+
+def shift_alone(x, w, b, e):
+    return F.silu(F.group_norm(x, 2, w, b) + e[:, :C])
+
+
+def instance(x, w, b, e):
+    return F.silu(F.instance_norm(x, weight=w, bias=b) * e[:, :C] + e[:, C:])
+
+
+def prelu(x, w, b, e):
+    return F.prelu(F.group_norm(x, 2, w, b) * e[:, :C] + e[:, C:], w)
+
+
+def one_for_all(x, w, b, e):
+    return F.silu(F.group_norm(x, 2, w, b) * e[:1, :C] + e[:1, C:])
+
+
+def with_sum(x, w, b, e):
+    """The sum with a tensor of x's size is another pass."""
+    return F.silu(F.group_norm(x, 2, w, b) * e[:, :C] + e[:, C:] + x)
+
+
+def dropout(x, w, b, e):
+    return F.silu(F.dropout(F.group_norm(x, 2, w, b), 0.0, False) * e[:, :C] + e[:, C:])
+
+
+OURS = {
+    usual: "group_norm(scale, shift, act=silu)",
+    other_way_round: "group_norm(scale, shift, act=relu)",
+    addcmul: "group_norm(scale, shift, act=gelu)",
+    addcmul_method: "group_norm(scale, shift, act=silu)",
+    in_place: "group_norm(scale, shift, act=leaky_relu(0.2))",
+    methods: "group_norm(scale, shift, act=relu)",
+    no_affine: "group_norm(scale, shift)",
+    scale_alone: "group_norm(scale, act=silu)",
+    shift_alone: "group_norm(shift, act=silu)",
+    instance: "group_norm(scale, shift, act=silu)",
+    prelu: "group_norm_prelu(scale, shift)",
+    one_for_all: "group_norm(scale, shift, act=silu)",
+    with_sum: "group_norm(scale, shift)",
+}
+
+
+def one_a_sample(x, w, b, e):
+    return F.silu(F.group_norm(x, 2, w, b) * e[:, :1] + e[:, C : C + 1])
+
+
+def by_position(x, w, b, e):
+    return F.silu(F.group_norm(x, 2, w, b) * x + e[:, C:])
+
+
+def wider(x, w, b, e):
+    return F.silu(F.group_norm(x, 2, w, b) * e[:, :C].double() + e[:, C:])
+
+
+def in_place_on_the_other(x, w, b, e):
+    r = e[:, :C].expand_as(x).clone()
+    r *= F.group_norm(x, 2, w, b)
+    return F.silu(r)
+
+
+def read_twice(x, w, b, e):
+    h = F.group_norm(x, 2, w, b)
+    return F.silu(h * e[:, :C] + e[:, C:]) + h
+
+
+def with_itself(x, w, b, e):
+    h = F.group_norm(x, 2, w, b)
+    return F.silu(h * h + e[:, C:])
+
+
+def with_a_value(x, w, b, e):
+    return F.silu(torch.addcmul(e[:, C:], F.group_norm(x, 2, w, b), e[:, :C], value=2))
+
+
+APART = [one_a_sample, by_position, wider, in_place_on_the_other, read_twice, with_itself, with_a_value]
+
+
+def rewritten(function, *given):
+    torch._dynamo.reset()
+
+    def compiler(graph, _):
+        backend.rewrite_graph(graph, always=True)
+        return graph
+
+    return torch.compile(function, backend=compiler, fullgraph=True)(*given), backend.last_report
+
+
+def sample(dtype, device, n=3):
+    x, e = torch.randn(n, C, 6, 5, device=device), torch.randn(n, 2 * C, 1, 1, device=device)
+    w, b = torch.randn(C, device=device), torch.randn(C, device=device)
+    return [t.to(dtype) for t in (x, w, b, e)]
+
+
+def check(function, given, dtype):
+    results = []
+    for run, tensors in (
+        (lambda *g: rewritten(function, *g)[0], given),
+        (function, given),
+        (function, [t.double() for t in given]),
+    ):
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        y = run(*leaves)
+        y.square().sum().backward()
+        results.append([y.detach(), *(t.grad for t in leaves)])
+    for mine, theirs, right in zip(*results, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert_as_good_as_torch(mine, theirs, right, factor=3)  # the sums around the op have errors, too
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("function", OURS)
+def test_one_op(function, dtype, device):
+    given = sample(dtype, device)
+    check(function, given, dtype)
+    (row,) = rewritten(function, *given)[1].sites
+    assert row.became == OURS[function]
+
+
+@pytest.mark.parametrize("function", APART)
+def test_what_cannot_be_one_op(function, device):
+    given = sample(torch.float32, device)
+    (y, report), expected = rewritten(function, *given), function(*given)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)  # of a wider product the norm is still float32
+    assert y.dtype is expected.dtype
+    (row,) = report.sites
+    assert "scale" not in row.became
+    assert "shift" not in row.became
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_channels_last(n, device):
+    """Of several samples the norm alone is kgopt's, as it was."""
+    x, *rest = sample(torch.float32, device, n)
+    given = x.contiguous(memory_format=torch.channels_last), *rest
+    (y, report), expected = rewritten(usual, *given), usual(*given)
+    torch.testing.assert_close(y, expected)
+    assert y.stride() == expected.stride()
+    (row,) = report.sites
+    assert row.became == (OURS[usual] if n == 1 else "group_norm")
+
+
+def test_one_graph_for_all_sizes(device):
+    graphs = []
+
+    def compiler(graph, _):
+        backend.rewrite_graph(graph, always=True)
+        graphs.append([row.became for row in backend.last_report.sites])
+        return graph
+
+    compiled = torch.compile(usual, backend=compiler, fullgraph=True, dynamic=True)
+    for n, size in ((2, 5), (3, 7), (5, 4)):
+        x, w, b, e = sample(torch.float32, device, n)
+        x = torch.randn(n, C, size, 6, device=device)
+        torch.testing.assert_close(compiled(x, w, b, e), usual(x, w, b, e))
+    assert graphs == [[OURS[usual]]]
+
+
+def test_with_inductor():
+    given = [t.requires_grad_() for t in sample(torch.float32, "cpu")]
+    torch._dynamo.reset()
+    y = torch.compile(usual, backend="kgopt", options={"kgopt.always": True})(*given)
+    assert [row.became for row in backend.last_report.sites] == [OURS[usual]]
+    expected = usual(*given)
+    for mine, right in zip(*(torch.autograd.grad(t.square().sum(), given) for t in (y, expected)), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast_inside(device):
+    linear = nn.Linear(4, 2 * C).to(device)
+
+    def function(x, w, b, z):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            scale, shift = linear(z)[:, :, None, None].chunk(2, dim=1)
+            return F.silu(F.group_norm(x, 2, w, b) * (1 + scale) + shift)
+
+    x, w, b, _ = sample(torch.float32, device)
+    z = torch.randn(3, 4, device=device)
+    (y, report), expected = rewritten(function, x, w, b, z), function(x, w, b, z)
+    assert y.dtype is expected.dtype
+    torch.testing.assert_close(y, expected, rtol=3e-2, atol=3e-2)
+    assert [row.became for row in report.sites] == [OURS[usual]]
+
+
+def test_diffusers_conditional_block():
+    """ResnetBlockCondNorm2D, whose two AdaGroupNorms call F.group_norm."""
+    resnet = pytest.importorskip("diffusers.models.resnet")
+    block = resnet.ResnetBlockCondNorm2D(in_channels=32, temb_channels=16, groups=8, time_embedding_norm="ada_group")
+    given = torch.randn(2, 32, 6, 5), torch.randn(2, 16)
+    y, report = rewritten(block, *given)
+    torch.testing.assert_close(y, block(*given), rtol=1e-4, atol=1e-5)
+    assert [row.became for row in report.sites] == ["group_norm(scale, shift, act=silu)"] * 2
