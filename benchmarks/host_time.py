@@ -5,10 +5,11 @@
 
 Microseconds a call. ``no_grad`` and ``training`` are the forward without and with gradients, ``backward`` is what
 ``torch.autograd.grad`` adds to it, for the input and all parameters; ``autocast`` is the forward without gradients in
-bfloat16 autocast, ``autocast training`` forward and backward. The ways run in turns, a row of calls each, and the median
-of the rows counts. On CUDA the device is idle before and after a row; it is behind the host nowhere at these sizes.
+bfloat16 autocast, ``autocast training`` forward and backward. The ways run in turns, short rows of calls; of the rows
+the fastest tenth counts: what else runs on the machine is no host time of ours. On CUDA the device is idle before and
+after a row; it is behind the host nowhere at these sizes.
 
-``nothing`` is a multiplication: what a call and a backward of PyTorch's own cost at least.
+``nothing`` is a multiplication. Most of its backward is ``torch.autograd.grad`` itself, which a network pays once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import argparse
 import contextlib
 import copy
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +91,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module] | None]]
         lambda: nn.Sequential(kgopt.nn.Conv3d(8, 8, 3, padding=1), kgopt.nn.GroupNorm(8, 8, act="leaky_relu")),
     ),
 }
+ROW = 4  # calls: a longer row is interrupted where other programs run
 WAYS = ("torch", "optimize", "kgopt.nn")
 COLUMNS = ("no_grad", "training", "backward", "autocast", "autocast training")
 
@@ -142,7 +143,7 @@ def microseconds(modules: dict[str, nn.Module], device: torch.device, seconds: f
     for column in ("no_grad", "training", "step", "autocast", "autocast training"):
         with _around(column, device):
             for own in calls.values():
-                for _ in range(50):
+                for _ in range(ROW):
                     own[column]()
             rows: dict[str, list[float]] = {way: [] for way in calls}
             end = time.perf_counter() + seconds / 5
@@ -151,12 +152,12 @@ def microseconds(modules: dict[str, nn.Module], device: torch.device, seconds: f
                     function = own[column]
                     synchronize()
                     start = time.perf_counter()
-                    for _ in range(50):
+                    for _ in range(ROW):
                         function()
                     synchronize()
-                    rows[way].append((time.perf_counter() - start) / 50 * 1e6)
+                    rows[way].append((time.perf_counter() - start) / ROW * 1e6)
         for way, times in rows.items():
-            found[way][column] = statistics.median(times)
+            found[way][column] = sorted(times)[len(times) // 10]
     for times in found.values():
         times["backward"] = times.pop("step") - times["training"]
     return found

@@ -432,8 +432,10 @@ _HAS_SCHEMA = (
         f"{_ADD}._schema",
         None,
         "torch.fx.operator_schemas",
-        lambda schema: [(a.name, a.kwarg_only, a.default_value) for a in schema.arguments]
-        + [len(schema.returns), schema.is_mutable],
+        lambda schema: (
+            [(a.name, a.kwarg_only, a.default_value) for a in schema.arguments]
+            + [len(schema.returns), schema.is_mutable]
+        ),
     )
     is not None
 )

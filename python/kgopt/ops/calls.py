@@ -126,7 +126,9 @@ class _Defaults:
         self.keywords = {a.name: a.default_value for a in schema.arguments if a.kwarg_only}
 
 
-def _node(name: str, backward: Callable[..., Any], setup: Callable[..., None] | None, differentiable: int | None) -> None:
+def _node(
+    name: str, backward: Callable[..., Any], setup: Callable[..., None] | None, differentiable: int | None
+) -> None:
     """The op's Autograd-key kernel: ``setup(ctx, inputs, keywords, output)`` saves, ``backward(ctx, *grads)`` reads.
 
     torch.library.register_autograd does the same, but its ops cannot be used under torch.func.grad. This one records a
