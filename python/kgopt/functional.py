@@ -66,6 +66,11 @@ def _padded(x: Tensor, weight: Tensor, stride: Ints, padding: Any, dilation: Int
     return x, [t // 2 for t in totals]
 
 
+def _options(backend: str, allow_tf32: bool | None) -> dict[str, Any]:
+    """An op's keywords, as far as they are not its defaults: each takes time at every step of a call."""
+    return {} if backend == "auto" and allow_tf32 is None else {"backend": backend, "allow_tf32": allow_tf32}
+
+
 def _conv(
     op: Any,
     rank: int,
@@ -84,7 +89,7 @@ def _conv(
         x = x.unsqueeze(0)
     x, numbers = _padded(x, weight, stride, padding, dilation, rank)
     lists = (_ints(stride, rank), numbers, _ints(dilation, rank))
-    y: Tensor = op(x, weight, bias, *lists, groups, backend=backend, allow_tf32=allow_tf32)
+    y: Tensor = op(x, weight, bias, *lists, groups, **_options(backend, allow_tf32))
     return y.squeeze(0) if unbatched else y
 
 
@@ -138,7 +143,7 @@ def _conv_transpose(
     if unbatched:
         x = x.unsqueeze(0)
     lists = (_ints(stride, rank), _ints(padding, rank), _ints(output_padding, rank), groups, _ints(dilation, rank))
-    y: Tensor = op(x, weight, bias, *lists, backend=backend, allow_tf32=allow_tf32)
+    y: Tensor = op(x, weight, bias, *lists, **_options(backend, allow_tf32))
     return y.squeeze(0) if unbatched else y
 
 

@@ -4,6 +4,13 @@
 #include "groupnorm/api/checks.h"
 #include "groupnorm/api/group_norm_cpu.h"
 
+// ATen's convolution as a C function, which spares the dispatcher's look-up by name and lists in boxes. Null in a
+// libtorch without it.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu_convolution(
+    AtenTensorHandle input, AtenTensorHandle weight, AtenTensorHandle* bias, const int64_t* stride, int64_t stride_len,
+    const int64_t* padding, int64_t padding_len, const int64_t* dilation, int64_t dilation_len, int32_t transposed,
+    const int64_t* output_padding, int64_t output_padding_len, int64_t groups, AtenTensorHandle* y);
+
 namespace kgopt {
 namespace {
 
@@ -18,8 +25,18 @@ Tensor convolution(const char* op, const Tensor& x, const Tensor& weight, const 
   KGOPT_CHECK(backend == "auto" || backend == "aten", op, ": backend is '", backend,
               "', expected auto or aten for x on the cpu: ", "kgopt has no convolution of its own there");
   const OptTensor narrow_bias = bias ? OptTensor(as_type_of(*bias, x)) : std::nullopt;
-  const Tensor y = call_aten("aten::convolution", "", x, as_type_of(weight, x), narrow_bias, stride, padding, dilation,
-                             transposed, output_padding, groups);
+  const Tensor narrow = as_type_of(weight, x);
+  Tensor y;
+  if (&aoti_torch_cpu_convolution != nullptr) {
+    AtenTensorHandle given = narrow_bias ? narrow_bias->get() : nullptr, made;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_convolution(
+        x.get(), narrow.get(), narrow_bias ? &given : nullptr, stride.data(), rank, padding.data(), rank,
+        dilation.data(), rank, transposed, output_padding.data(), rank, groups, &made));
+    y = Tensor(made);
+  } else {
+    y = call_aten("aten::convolution", "", x, narrow, narrow_bias, stride, padding, dilation, transposed,
+                  output_padding, groups);
+  }
   return dense_in(y, shape.out_channels_last ? channels_last_format(rank + 2) : MemoryFormat::Contiguous);
 }
 

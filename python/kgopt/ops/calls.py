@@ -39,16 +39,22 @@ is_compiling = torch.compiler.is_compiling
 is_autocast_enabled = torch.is_autocast_enabled
 
 
+def _guard() -> Any:
+    """A guard that excludes what stands above an op's kernel; whoever is done puts it back: ``_idle.append(guard)``."""
+    try:
+        return _idle.pop()
+    except IndexError:
+        assert _exclude_above is not None
+        return _exclude_above()
+
+
 def _below(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run`` as if nothing stood above an op's kernel of a plain tensor."""
     if _exclude_above is None:
         return _without_any_autocast(run)
 
     def call(*args: Any, **keywords: Any) -> Any:
-        try:
-            guard = _idle.pop()
-        except IndexError:
-            guard = _exclude_above()
+        guard = _guard()
         with guard:
             result = run(*args, **keywords)
         _idle.append(guard)
@@ -89,14 +95,18 @@ def in_backward(name: str) -> Callable[..., Any]:
     op = overload(name)
     if _exclude_above is None:
         return op  # type: ignore[no-any-return]
-    # Around the op alone: what unpacks saved tensors may compute them again, with gradients.
-    below = _below(packed(op))
+    run = packed(op)
 
     def call(*args: Any, **keywords: Any) -> Any:
         # Where the Autograd kernel has something to do.
         if is_grad_enabled() or is_compiling() or are_functorch_transforms_active() or FORWARD_AD[LEVEL] >= 0:
             return op(*args, **keywords)
-        return below(*args, **keywords)
+        # Around the op alone: what unpacks saved tensors may compute them again, with gradients.
+        guard = _guard()
+        with guard:
+            result = run(*args, **keywords)
+        _idle.append(guard)
+        return result
 
     return call
 
@@ -104,6 +114,7 @@ def in_backward(name: str) -> Callable[..., Any]:
 # What an op does when the dispatcher has come to Autograd: with the arguments and keywords where a gradient is needed,
 # and elsewhere.
 _AT_AUTOGRAD: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+_APPLY_FIRST: dict[str, Callable[..., Any]] = {}  # of twins: with the arguments and the keywords last, the first result
 _AT_AUTOCAST: dict[str, dict[str, Callable[..., Any]]] = {}  # by device: what it does at autocast
 
 
@@ -115,58 +126,99 @@ class _Defaults:
         self.keywords = {a.name: a.default_value for a in schema.arguments if a.kwarg_only}
 
 
-def _node(name: str, backward: Callable[..., Any], setup: Callable[..., None] | None = None) -> None:
+def _node(
+    name: str, backward: Callable[..., Any], setup: Callable[..., None] | None, differentiable: int | None
+) -> None:
     """The op's Autograd-key kernel: ``setup(ctx, inputs, keywords, output)`` saves, ``backward(ctx, *grads)`` reads.
 
     torch.library.register_autograd does the same, but its ops cannot be used under torch.func.grad. This one records a
     node at the level that is being differentiated, as a built-in op does, and redispatches to the levels below.
     """
     op = overload(name)
-    below = _below(packed(op))
-    redispatch = _below(op.redispatch)
+    run = packed(op)
+    below, redispatch = _below(run), _below(op.redispatch)
     defaults = _Defaults(schema_of(op))
+    count = len(defaults.positional)
     # Arguments left at their default are not given to the node; their gradients are None, and so is the last one's.
-    nones = (None,) * (len(defaults.positional) + 1)
+    nones = (None,) * (count + 1)
 
-    def forward(ctx: Any, *args: Any) -> Any:
+    def keep(ctx: Any, args: Any, keywords: dict[str, Any], output: Any) -> None:
+        # No zeros for the gradients of statistics, which nobody differentiates.
+        ctx.set_materialize_grads(False)
+        if setup is not None:
+            if len(args) < count:
+                args += defaults.positional[len(args) :]
+            setup(ctx, args, {**defaults.keywords, **keywords} if keywords else defaults.keywords, output)
+
+    def forward_below(ctx: Any, *args: Any) -> Any:
+        """Where the dispatcher has come to Autograd."""
         keyset, keywords = args[-1]
         args = args[:-1]
-        if keyset is None:
-            output = below(*args, **keywords)
-        elif are_functorch_transforms_active():
+        if are_functorch_transforms_active():
             # Below are other levels of torch.func.grad and jvp: with gradients off, as in any forward, they would see
             # a constant.
             with torch.enable_grad(), torch_private.pass_tangents(True):
                 output = redispatch(keyset & BELOW_AUTOGRAD, *args, **keywords)
         else:
             output = redispatch(keyset & BELOW_AUTOGRAD, *args, **keywords)
-        # No zeros for the gradients of statistics, which nobody differentiates.
-        ctx.set_materialize_grads(False)
-        if setup is not None:
-            if len(args) < len(defaults.positional):
-                args += defaults.positional[len(args) :]
-            setup(ctx, args, {**defaults.keywords, **keywords} if keywords else defaults.keywords, output)
+        if differentiable is not None:
+            ctx.mark_non_differentiable(*output[differentiable:])
+        keep(ctx, args, keywords, output)
         return output
 
-    def call_backward(ctx: Any, *grads: Any) -> Any:
+    def forward_now(ctx: Any, *args: Any) -> Any:
+        """Where nothing looks on, and guards are to be had. :func:`_below` would be a call more."""
+        keywords, args = args[-1], args[:-1]
+        guard = _guard()
+        with guard:
+            output = run(*args, **keywords)
+        _idle.append(guard)
+        if differentiable is not None:
+            ctx.mark_non_differentiable(*output[differentiable:])
+        keep(ctx, args, keywords, output)
+        return output
+
+    def forward_first(ctx: Any, *args: Any) -> Any:
+        """The first result alone: each one more costs the host a microsecond, forward and backward."""
+        keywords, args = args[-1], args[:-1]
+        guard = _guard()
+        with guard:
+            output = run(*args, **keywords)
+        _idle.append(guard)
+        keep(ctx, args, keywords, output)
+        return output[0]
+
+    def backward_of_all(ctx: Any, *grads: Any) -> Any:
         if grads[0] is None and all(g is None for g in grads):
             return nones
-        if is_any_autocast_enabled():  # the forward has cast: what is computed again must not be cast otherwise
-            device = next(g.device.type for g in grads if g is not None)
-            with torch.autocast(device, enabled=False):
-                grads = backward(ctx, *grads)
-        else:
-            grads = backward(ctx, *grads)
-        return grads if len(grads) == len(nones) else (*grads, *nones[len(grads) :])
+        return padded(without_autocast(ctx, *grads) if is_any_autocast_enabled() else backward(ctx, *grads))
 
-    node: Any = type(
-        f"Kgopt_{name}",
-        (torch_private.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(call_backward)},
-    )
-    # The engine's thread runs this, to which Python's objects are strange: without the steps of torch's own apply.
-    torch_private.set_backward(node, call_backward)
-    apply, single_level = node.apply, torch_private.single_level
+    def backward_of_one(ctx: Any, grad: Any) -> Any:
+        """The same of a node with one result: to give arguments on in a tuple takes longer than the rest of this."""
+        if grad is None:
+            return nones
+        grads = without_autocast(ctx, grad) if is_any_autocast_enabled() else backward(ctx, grad)
+        return grads if len(grads) == len(nones) else padded(grads)
+
+    def without_autocast(ctx: Any, *grads: Any) -> Any:
+        """The forward has cast: what is computed again must not be cast otherwise."""
+        device = next(g.device.type for g in grads if g is not None)
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *grads)
+
+    def padded(grads: Any) -> Any:
+        return (*grads, *nones[len(grads) :])
+
+    def apply_of(forward: Callable[..., Any], call_backward: Callable[..., Any]) -> Callable[..., Any]:
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(call_backward)}
+        node: Any = type(f"Kgopt_{name}", (torch_private.Function,), methods)
+        # The engine's thread runs this, to which Python's objects are strange: without the steps of torch's own apply.
+        torch_private.set_backward(node, call_backward)
+        return node.apply  # type: ignore[no-any-return]
+
+    backward_of_its = backward_of_one if len(schema_of(op).returns) == 1 else backward_of_all
+    apply_below, apply_now = apply_of(forward_below, backward_of_its), apply_of(forward_now, backward_of_its)
+    single_level = torch_private.single_level
 
     def kernel(keyset: Any, *args: Any, **keywords: Any) -> Any:
         if _sharded is not None and _is_sharded(args):
@@ -175,17 +227,19 @@ def _node(name: str, backward: Callable[..., Any], setup: Callable[..., None] | 
             return in_forward_mode(name, args, keywords)
         if is_grad_enabled() and any_requires_grad(*args):
             if not are_functorch_transforms_active():
-                return apply(*args, (keyset, keywords))
+                return apply_below(*args, (keyset, keywords))
             if _LEVELS_NEED_FORMULAS or (_LOSES_TANGENTS and FORWARD_AD[LEVEL] >= 0):
                 return by_formula(name, args, keywords, lambda a: isinstance(a, Tensor) and a.requires_grad)
             with single_level():
-                return apply(*args, (keyset, keywords))
+                return apply_below(*args, (keyset, keywords))
         return redispatch(keyset & BELOW_AUTOGRAD, *args, **keywords)
 
     def record(args: Any, keywords: dict[str, Any]) -> Any:
-        return apply(*args, (None, keywords))
+        return apply_now(*args, keywords)
 
     _AT_AUTOGRAD[name] = record, below
+    if differentiable == 1:
+        _APPLY_FIRST[name] = apply_of(forward_first, backward_of_one)
     LIB.impl(name, torch_private.at_autograd(kernel), "Autograd", with_keyset=True)
 
 
@@ -220,14 +274,14 @@ def _second_derivative(name: str) -> None:
         wanted = [i for i in ctx.tensors if wants_gradient(ctx, i)[0]]
         return vector_jacobian(name, args, ctx.keywords, wanted, grads)
 
-    _node(name, backward, setup)
+    _node(name, backward, setup, None)
 
 
 def _public(of: Op, twin_name: str) -> None:
     """A public op's Autograd-key kernel: its _fwd twin where a gradient is needed, else its own kernel."""
     name, in_steps, everywhere = of.name, of.in_steps, of.in_steps_everywhere
     op, twin = overload(name), overload(twin_name)
-    record_twin, _ = _AT_AUTOGRAD[twin_name]
+    apply_twin = _APPLY_FIRST[twin_name]
     below = _below(packed(op))
     redispatch = _below(op.redispatch)
 
@@ -238,7 +292,7 @@ def _public(of: Op, twin_name: str) -> None:
         if _exclude_above is None or are_functorch_transforms_active() or is_tracing():
             y: Tensor = twin(*args, **kwargs)[0]
         else:
-            y = record_twin(args, kwargs)[0]
+            y = apply_twin(*args, kwargs)
         return y if y.dtype is args[0].dtype else y.to(args[0].dtype)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -268,7 +322,7 @@ def install() -> None:
     """Registers every op's Autograd kernel; those of public ops need their twins' nodes."""
     for op in RECORDS.values():
         if op.backward is not None:
-            _node(op.name, op.backward, op.setup)
+            _node(op.name, op.backward, op.setup, op.differentiable)
         elif op.twin is None:
             _second_derivative(op.name)
     for op in RECORDS.values():
@@ -313,10 +367,10 @@ def recorded(name: str) -> Callable[..., Any]:
     op, twin = overload(name), RECORDS[name].twin
     if _exclude_above is None or twin is None:
         return op  # type: ignore[no-any-return]
-    record, _ = _AT_AUTOGRAD[twin]
+    apply = _APPLY_FIRST[twin]
 
     def call(x: Tensor, *args: Any) -> Tensor:
-        y: Tensor = record((x, *args), {})[0]
+        y: Tensor = apply(x, *args, {})
         return y if y.dtype is x.dtype else y.to(x.dtype)
 
     return call

@@ -52,7 +52,6 @@ def _norm_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, groups, weight, bias, _, act, pre_act = inputs
     ctx.options = groups, act, pre_act
     _, mean, rstd = output
-    ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(x, weight, bias, mean, rstd)
 
 
@@ -70,7 +69,6 @@ def _norm_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     groups, weight, bias, eps, act = ctx.options
     ctx.options = groups, eps, act
     y, mean, rstd = output
-    ctx.mark_non_differentiable(mean, rstd)
     # ReLU's slope follows from what it gave, which PyTorch keeps, too; others' from the sum, computed again.
     kept = y if act == "relu" else None if act == "none" else residual
     ctx.save_for_backward(x, weight, bias, mean, rstd, kept)
@@ -96,7 +94,6 @@ def affine_gradients(ctx: Any, positions: tuple[int, int], dweight: Tensor, dbia
 def _norm_mean_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, ctx.num_groups, weight, bias, _ = inputs
     _, channel_mean, mean, rstd = output
-    ctx.mark_non_differentiable(channel_mean, mean, rstd)
     ctx.save_for_backward(x, weight, bias, channel_mean, mean, rstd)
 
 
@@ -338,7 +335,7 @@ op = record(
     formula=group_norm_fwd_formula,
 )
 op.dims = dims_by_group("NC C C", "NC NG NG")
-op.setup, op.backward = _norm_setup, _norm_backward
+op.setup, op.backward, op.differentiable = _norm_setup, _norm_backward, 1
 op.vmap = samples()
 record_public("group_norm", op).autocast = {"cuda": in_fp32}
 
@@ -348,7 +345,7 @@ op = record(
     formula=_norm_add_fwd_formula,
 )
 op.dims = dims_by_group("NC NC C C", "NC NG NG")
-op.setup, op.backward = _norm_add_setup, _norm_add_backward
+op.setup, op.backward, op.differentiable = _norm_add_setup, _norm_add_backward, 1
 op.vmap = samples(2)
 record_public("group_norm_add", op).autocast = {"cuda": in_fp32}
 
@@ -368,7 +365,7 @@ op.statistics = (2, 3), from_x(2, act=8)
 
 op = record("group_norm_mean_fwd", fake=_mean_fwd_fake, formula=group_norm_mean_fwd_formula)
 op.dims = dims("N . .", "N N N N")
-op.setup, op.backward = _norm_mean_setup, _norm_mean_backward
+op.setup, op.backward, op.differentiable = _norm_mean_setup, _norm_mean_backward, 1
 op.vmap = samples()
 record_public("group_norm_mean", op).autocast = {"cuda": _norm_mean_in_fp32}
 

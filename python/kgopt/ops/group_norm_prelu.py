@@ -29,7 +29,6 @@ _prelu_backward = in_backward("group_norm_prelu_backward")  # as nodes call it
 def _setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, slope, ctx.num_groups, weight, bias, _, residual = inputs
     _, mean, rstd = output
-    ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(x, slope, weight, bias, residual, mean, rstd)
 
 
@@ -116,7 +115,7 @@ op = record(
     formula=_fwd_formula,
 )
 op.dims = Dims(("NC",), ("NC",))
-op.setup, op.backward = _setup, _backward
+op.setup, op.backward, op.differentiable = _setup, _backward, 1
 op.vmap = _vmap
 public = record_public("group_norm_prelu", op)
 op.dims, public.dims = _dims("NC S C C NC", "NC NG NG"), _dims("NC S C C NC", "NC")

@@ -187,15 +187,10 @@ def _record_with_moments(name: str, of: Op) -> Op:
         y = of.formula(*args, **options)
         return y, torch.stack(mean_and_variance(wide(y), list(range(2, y.dim()))), -1)
 
-    def setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
-        assert of.setup is not None
-        of.setup(ctx, inputs, keywords, output)
-        ctx.mark_non_differentiable(output[1])
-
     assert isinstance(of.dims, Dims)
     op = record(name, fake, formula)
     op.dims = replace(of.dims, results=("N", "N"))
-    op.setup, op.backward, op.flops = setup, of.backward, of.flops
+    op.setup, op.backward, op.differentiable, op.flops = of.setup, of.backward, 1, of.flops
     return op
 
 

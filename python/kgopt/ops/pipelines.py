@@ -77,7 +77,6 @@ def _setup(transposed: bool = False) -> Callable[..., None]:
             ctx.output_padding = [0] * len(ctx.stride)
         ctx.transposed = transposed
         ctx.backend, ctx.allow_tf32 = keywords["backend"], keywords["allow_tf32"]
-        ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(x, weight, bias, gn_weight, gn_bias, *output[1:])
 
     return setup
@@ -251,7 +250,7 @@ def _relu_norm_in_fp32(op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> A
 
 op = record(f"{CONV_MEAN}_fwd", fake=_conv_mean_fwd_fake, formula=_conv_mean_fwd_formula)
 op.dims = dims("N . . . .", "N N N N")
-op.setup, op.backward = _setup(), _conv_mean_backward
+op.setup, op.backward, op.differentiable = _setup(), _conv_mean_backward, 1
 op.vmap = samples()
 op.flops = functools.partial(conv_flops, transposed=False)
 op = record_public(CONV_MEAN, op)
@@ -259,7 +258,7 @@ op.in_steps = _conv_mean_in_steps
 op.autocast = {"cpu": low(3), "cuda": _fp32_twin(CONV_MEAN)}
 
 op = record(f"{CONV_RELU_NORM}_fwd", fake=_conv_relu_norm_fwd_fake, formula=_conv_relu_norm_fwd_formula)
-op.setup, op.backward = _setup(transposed=True), _conv_relu_norm_backward
+op.setup, op.backward, op.differentiable = _setup(transposed=True), _conv_relu_norm_backward, 1
 op.dims = dims("N . . . .", "N N N")
 op.vmap = samples()
 op.flops = functools.partial(conv_flops, transposed=True)
@@ -270,7 +269,7 @@ op.autocast = {"cpu": low(3), "cuda": _relu_norm_in_fp32}
 op = record(f"{CONV_LSE}_fwd", fake=_conv_lse_fwd_fake, formula=_conv_lse_fwd_formula)
 op.flops = functools.partial(conv_flops, transposed=False)
 op.dims = dims("N . . . .", "N N N")
-op.setup, op.backward = _setup(), _conv_lse_backward
+op.setup, op.backward, op.differentiable = _setup(), _conv_lse_backward, 1
 op.vmap = samples()
 op = record_public(CONV_LSE, op)
 op.autocast = {"cpu": low(3), "cuda": _fp32_twin(CONV_LSE)}

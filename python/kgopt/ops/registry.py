@@ -61,6 +61,8 @@ class Op:
     """``backward(ctx, *grads)``: a gradient for each argument; None: by the formula, where there is no twin."""
     setup: Callable[..., None] | None = None
     """``setup(ctx, inputs, keywords, output)`` saves what ``backward`` reads."""
+    differentiable: int | None = None
+    """How many of its results, the first ones, have gradients; None: all. A twin has one such result."""
     twin: str | None = None
     """The op that runs where a gradient is needed; its first result is this op's."""
     in_steps: Callable[..., Any] | None = None

@@ -13,6 +13,7 @@ from kgopt.rewrite.known import Known
 from kgopt.rewrite.modules import hides_parameters
 from kgopt.torch_private import FORWARD_AD, LEVEL, stands_for_a_plain_tensor
 
+_FLOAT32, _STRIDED = torch.float32, torch.strided
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
@@ -20,7 +21,7 @@ def is_plain(x: Any) -> bool:
     """A tensor that kgopt's ops take: not a DTensor or another subclass, not a dual number."""
     if type(x) is not Tensor and type(x) is not nn.Parameter and not stands_for_a_plain_tensor(x):
         return False
-    if x.dtype not in _DTYPES or not (x.is_cuda or x.is_cpu) or x.layout is not torch.strided:
+    if x.dtype not in _DTYPES or not (x.is_cuda or x.is_cpu) or x.layout is not _STRIDED:
         return False
     return FORWARD_AD[LEVEL] < 0
 
@@ -39,7 +40,7 @@ def fits(p: Any, x: Tensor) -> bool:
     if type(p) is not nn.Parameter and not is_plain(p):
         return False
     dtype = p.dtype
-    return (dtype is x.dtype or dtype is torch.float32) and p.device == x.device and p.layout is torch.strided
+    return (dtype is _FLOAT32 or dtype is x.dtype) and p.device == x.device and p.layout is _STRIDED
 
 
 def slope_of(act: Any, x: Tensor, channels: int) -> Any:

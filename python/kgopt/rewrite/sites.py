@@ -189,8 +189,8 @@ class Site:
         ``half``: under autocast, the norm keeps the dtype of what it is given.
         """
         x, norm = operands[-1], operands[self.norm_at]
-        if self.short and not half and not watching.is_watched():
-            return self._finish(x, norm, self._run_now(x, norm))
+        if self.short and not watching.is_watched():
+            return self._run_now(x, norm, half)
         if self.fused is not None and not watching.is_watched() and not watching.is_autocast(x):
             args = self._handed(norm) or self._args(x, operands[0], norm, operands)
             assert args is not None
@@ -205,7 +205,8 @@ class Site:
             # convolutions want it in the kernel that computes it; otherwise one of them would convert it.
             x = as_channels_last(x)
         if self.short:
-            return self._finish(x, norm, self._run_short(x, norm, half))
+            y = self._run_short(x, norm, half)
+            return y if keeps_format(norm) else as_torch(self.chain, x, y)
         watched = watching.is_watched()
         both = None if watched else self._handed(norm)
         if both is None:
@@ -239,39 +240,35 @@ class Site:
         _handed.args = _handed.of = None
         return args
 
-    def _run_now(self, x: Tensor, norm: Any) -> Tensor:
-        """A norm and its activation, where nothing looks on: eager inference calls it for every site."""
+    def _run_now(self, x: Tensor, norm: Any, half: bool) -> Tensor:
+        """A norm and its activation, where nothing looks on: eager calls come here for every site."""
         parameters = norm._parameters
         groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
-        rest = (groups, parameters["weight"], parameters["bias"], norm.eps, self.chain.post)
+        weight, bias, eps, act = parameters["weight"], parameters["bias"], norm.eps, self.chain.post
         if watching.is_autocast(x):
-            if self.keeps_dtype:
-                return without_autocast(_direct_group_norm, x, *rest)  # type: ignore[no-any-return]
-            return _group_norm(x, *rest)  # type: ignore[no-any-return]
-        if not carry.is_empty() and (moments := carry.take(x)) is not None:
-            return _group_norm_moments(x, moments, *rest)  # type: ignore[no-any-return]
-        if _is_grad_enabled() and any_requires_grad(x, rest[1], rest[2]):
-            return _recorded_group_norm(x, *rest)  # type: ignore[no-any-return]
-        return _group_norm_without_grad(x, *rest)  # type: ignore[no-any-return]
-
-    def _finish(self, x: Tensor, norm: Any, y: Tensor) -> Tensor:
-        """What a norm and its activation give, in PyTorch's format; the backward may have it computed again."""
-        z = y if keeps_format(norm) else as_torch(self.chain, x, y)
+            if half or self.keeps_dtype:  # its kernels know nothing of autocast
+                y = _direct_group_norm(x, groups, weight, bias, eps, act)
+            else:
+                y = _group_norm_from_python(x, groups, weight, bias, eps, act)
+        elif not carry.is_empty() and (moments := carry.take(x)) is not None:
+            y = _group_norm_moments(x, moments, groups, weight, bias, eps, act)
+        elif _is_grad_enabled() and any_requires_grad(x, weight, bias):
+            y = _recorded_group_norm(x, groups, weight, bias, eps, act)
+        else:
+            y = _group_norm_without_grad(x, groups, weight, bias, eps, act)
+        z = y if y.is_contiguous() or keeps_format(norm) else as_torch(self.chain, x, y)
         # Autocast would make y of a float32 copy of x.
-        if not _is_compiling() and recompute.is_open() and y.dtype is x.dtype:
-            n = norm_args(norm, None)
-            if n is not None:
-                args = x, n.num_groups, n.weight, n.bias, n.eps, self.chain.post
-                recompute.offer(z, _group_norm_without_grad, *args, y)
+        if recompute.is_open() and y.dtype is x.dtype:
+            recompute.offer(z, _group_norm_without_grad, x, groups, weight, bias, eps, act, y)
         return z
 
     def _run_short(self, x: Tensor, norm: Any, half: bool) -> Tensor:
+        """A norm and its activation, where something looks on."""
         parameters = norm._parameters
         groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
         rest = (groups, parameters["weight"], parameters["bias"], norm.eps, self.chain.post)
         if half:
-            op = _group_norm if watching.is_watched() else _direct_group_norm
-            return without_autocast(op, x, *rest)  # type: ignore[no-any-return]
+            return without_autocast(_group_norm, x, *rest)  # type: ignore[no-any-return]
         if (moments := self.carried(x)) is not None:
             return _group_norm_moments(x, moments, *rest)  # type: ignore[no-any-return]
         return _group_norm(x, *rest)  # type: ignore[no-any-return]
@@ -387,6 +384,7 @@ class Site:
 
 _group_norm = torch.ops.kgopt.group_norm.default
 _direct_group_norm = ops.direct("group_norm")
+_group_norm_from_python = ops.from_python("group_norm")
 _group_norm_add = torch.ops.kgopt.group_norm_add.default
 _direct_group_norm_add = ops.direct("group_norm_add")
 _group_norm_prelu = torch.ops.kgopt.group_norm_prelu.default

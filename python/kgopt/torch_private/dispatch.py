@@ -152,15 +152,17 @@ _HAS_OP = private(f"{_ADD}._op", None, "calls the overload", lambda op: expect(o
 
 
 def schema_of(op: Any) -> Any:
-    """An overload's schema: arguments with name, kwarg_only and default_value, and is_mutable."""
+    """An overload's schema: arguments with name, kwarg_only and default_value, returns, and is_mutable."""
     if _HAS_SCHEMA:
         return op._schema
     from torch.fx.operator_schemas import get_signature_for_torch_op
 
     signatures: Any = get_signature_for_torch_op(op)
     parameters = signatures[0].parameters.values() if signatures else ()
+    found = signatures[0].return_annotation if signatures else None
+    returns = getattr(found, "__args__", None) or (found,)
     # Whether it writes is not told there: as if it did.
-    return types.SimpleNamespace(arguments=[_Argument(p) for p in parameters], is_mutable=True)
+    return types.SimpleNamespace(arguments=[_Argument(p) for p in parameters], returns=returns, is_mutable=True)
 
 
 class _Argument:
@@ -178,7 +180,10 @@ _HAS_SCHEMA = (
         f"{_ADD}._schema",
         None,
         "torch.fx.operator_schemas",
-        lambda schema: [(a.name, a.kwarg_only, a.default_value) for a in schema.arguments] + [schema.is_mutable],
+        lambda schema: (
+            [(a.name, a.kwarg_only, a.default_value) for a in schema.arguments]
+            + [len(schema.returns), schema.is_mutable]
+        ),
     )
     is not None
 )
