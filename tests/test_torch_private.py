@@ -212,7 +212,7 @@ LAZY = "torch.func, torch._subclasses, torch._inductor.compile_fx, torch._induct
 def test_without_one_name_after_another():
     """Each in a process of its own; Inductor's turn, which takes seconds, comes with the names that it needs."""
     names = torch_private.names()
-    compiling = ("_inductor", "_dynamo", "_subclasses", "_functorch.config", "add.Tensor._schema")
+    compiling = ("_inductor", "_dynamo", "_subclasses", "_guards", "_functorch.config", "add.Tensor._schema")
     codes = [SMOKE.format(names=name, compiles=any(part in name for part in compiling)) for name in names]
     for name, text in zip(names, outputs(codes, first=f"import {LAZY}"), strict=True):
         assert text == "done", name
@@ -231,11 +231,11 @@ kgopt.functional.group_norm(x, 2).pow(2).sum().backward()
 print(*torch_private.missing())
 """
     (found,) = outputs([code])
-    assert found.split() == [
+    assert set(found.split()) == {
         "torch._C._any_requires_grad",
         "torch._C._is_any_autocast_enabled",
         "torch._C._get_fp32_precision_getter",
-    ]
+    }
 
 
 def test_info_lists_what_is_missing():
