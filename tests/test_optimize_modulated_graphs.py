@@ -197,6 +197,24 @@ def test_channels_last(n, device):
     assert row.became == (OURS[usual] if n == 1 else "group_norm")
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_beside_convolutions_on_a_gpu(n, device, monkeypatch):
+    """Inductor runs convolutions in channels_last there, where several samples' channels cannot be those of one: the
+    contiguous copies in front of the op and behind it cost more than the compiler's own product and sum.
+    """
+    monkeypatch.setattr(backend, "_lies_as_inductor_wants", lambda x: True)
+    x, w, b, e = sample(torch.float32, device, n)
+    kernel = torch.randn(C, C, 1, 1, device=device)
+
+    def convolved(x, w, b, e):
+        return usual(F.conv2d(x, kernel), w, b, e)
+
+    (y, report), expected = rewritten(convolved, x, w, b, e), convolved(x, w, b, e)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    (row,) = report.sites
+    assert row.became == (OURS[usual] if n == 1 else "group_norm")
+
+
 def test_one_graph_for_all_sizes(device):
     graphs = []
 

@@ -119,6 +119,7 @@ class _Reader:
         self.nodes = list(graph_module.graph.nodes)
         self.known: dict[fx.Node, Node] = {}
         self.channel_norms = functional_norms.find(graph_module.graph)
+        self.convolves = any(node.target in _CONVS for node in self.nodes)
 
     def matches(self) -> list[Match]:
         """Chains around every norm of the graph."""
@@ -134,7 +135,20 @@ class _Reader:
             for reader in {id(u): self.known[u] for u in readers}.values():
                 for _ in range(sum(i is made for i in reader.inputs) - 1):
                     made.read_by(reader)
-        return [match(made, _adds, _modulates) for made in self.known.values() if made.kind == "norm"]
+        return [match(made, _adds, self._modulates) for made in self.known.values() if made.kind == "norm"]
+
+    def _modulates(self, norm: Node, node: Node, other: Node) -> bool:
+        """Whether what multiplies a norm's result, or is added, has one value a sample and channel, or a channel."""
+        x, normed, result, given = (_value(n) for n in (norm.origin.args[0], norm.origin, node.origin, other.origin))
+        if not all(isinstance(t, Tensor) for t in (x, normed, result, given)) or not given.is_floating_point():
+            return False
+        if (result.shape, result.dtype, result.device) != (normed.shape, normed.dtype, normed.device):
+            return False
+        if given.device != normed.device or not fits(given, normed):
+            return False
+        # Where samples differ, their channels must be seen as channels of one: not in channels_last, in which Inductor
+        # runs convolutions on a GPU and what is between them.
+        return bool(given.shape[0] == 1 or (x.is_contiguous() and not (self.convolves and _lies_as_inductor_wants(x))))
 
     def _describe(self, node: fx.Node) -> Node:
         channel_norm = self.channel_norms.get(node)
@@ -190,19 +204,8 @@ def _adds(add: Node, other: Node) -> bool:
     )
 
 
-def _modulates(norm: Node, node: Node, other: Node) -> bool:
-    """The other value has one element a sample and channel, or a channel, and changes neither size nor dtype.
-
-    Where samples differ, x is contiguous: its samples' channels can be seen as channels of one.
-    """
-    x, normed, result, given = (_value(n) for n in (norm.origin.args[0], norm.origin, node.origin, other.origin))
-    if not all(isinstance(t, Tensor) for t in (x, normed, result, given)) or not given.is_floating_point():
-        return False
-    if (result.shape, result.dtype, result.device) != (normed.shape, normed.dtype, normed.device):
-        return False
-    if given.device != normed.device or not fits(given, normed):
-        return False
-    return x.is_contiguous() or bool(given.shape[0] == 1)
+def _lies_as_inductor_wants(x: Tensor) -> bool:
+    return x.is_cuda and x.dim() in (4, 5)
 
 
 def _are_nodes(args: Sequence[Any]) -> bool:

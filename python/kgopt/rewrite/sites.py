@@ -314,8 +314,10 @@ class Site:
         """
         if not is_plain(operand) or operand.device != x.device or not _scale_shift.fits(operand, x):
             return False
-        if not x.is_contiguous() and operand.shape[0] != 1:
-            return False  # samples' channels cannot be seen as channels of one
+        # Samples' channels are seen as channels of one: not in channels_last, in which Inductor runs convolutions on a
+        # GPU and what is between them.
+        if operand.shape[0] != 1 and (not x.is_contiguous() or (x.is_cuda and x.dim() > 3 and _is_compiling())):
+            return False
         autocast = torch.is_autocast_enabled(x.device.type) and x.is_cuda
         if autocast and x.dtype is torch.float64:
             return False
