@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import kgopt
 from kgopt.rewrite import backend, clocks, contest, policy, verdicts
 from kgopt.torch_private import compile_graph
 
@@ -61,7 +62,7 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setattr(policy, "default", lambda device: True)
     monkeypatch.setattr(contest, "MEASURES_ON", ("cpu",))
     monkeypatch.setattr(contest, "inductor_cache_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(contest, "_beside_inductor", verdicts.Store())
+    monkeypatch.setattr(verdicts, "compiled", verdicts.Store())
     monkeypatch.setattr(verdicts, "store", verdicts.Store())
     # Regions as they stand: Inductor itself takes seconds for each, and has a test of its own.
     monkeypatch.setattr(contest, "compile_graph", lambda graph, inputs, mode, options: graph)
@@ -151,10 +152,16 @@ def test_equal_sites_are_measured_once_and_another_process_reads_it(clock, monke
         # Of three the last one's result leaves the graph, the others' is read twice.
         assert len(timed) <= 2
         before = len(timed)
-        monkeypatch.setattr(contest, "_beside_inductor", verdicts.Store())  # as in a process that has just started
+        state = torch.get_rng_state()
+        monkeypatch.setattr(verdicts, "compiled", verdicts.Store())  # as in a process that has just started
         _, calls = run(model, x)
     assert NORM not in calls
     assert len(timed) == before
+    kgopt.forget()
+    with torch.no_grad():
+        run(model, x)
+    assert len(timed) == 2 * before, "forgotten verdicts are measured again"
+    assert torch.equal(state, torch.get_rng_state()), "measuring takes none of the user's random numbers"
 
 
 def test_sizes_that_are_not_known_and_time_that_is_over(clock, monkeypatch):

@@ -190,21 +190,19 @@ class Contest:
 
     def _stand_in(self, t: Tensor, grad: bool) -> Tensor:
         """A tensor of its kind, in the format in which it will lie."""
-        made = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device).normal_()
+        made = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device)
+        made.normal_(generator=torch.Generator(t.device).manual_seed(0))  # the user's random numbers stay
         if self.channels_last and made.dim() in (4, 5) and made.is_contiguous():
             made = made.to(memory_format=torch.channels_last if made.dim() == 4 else torch.channels_last_3d)
         return made.requires_grad_(grad and t.requires_grad)
 
 
-_beside_inductor = verdicts.Store()
-
-
 def _store() -> verdicts.Store:
-    """The process's verdicts where they are kept on disk; else verdicts in a folder of Inductor's cache."""
+    """The process's verdicts where they are kept on disk; else those in a folder of Inductor's cache."""
     if verdicts.store.folder is not None:
         return verdicts.store
     folder = inductor_cache_dir()
-    if folder is not None and _beside_inductor.folder is None:
+    if folder is not None and verdicts.compiled.folder is None:
         with contextlib.suppress(ValueError):
-            _beside_inductor.attach(folder)
-    return _beside_inductor
+            verdicts.compiled.attach(folder)
+    return verdicts.compiled

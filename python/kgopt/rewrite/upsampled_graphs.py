@@ -113,7 +113,8 @@ def _is_known(t: Any) -> bool:
 def _stand_in(t: Tensor, device: Any) -> Tensor:
     with outside_of_tracing():
         made = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=device)
-        return made if made.is_meta else made.normal_()
+        # The user's random numbers stay as they are.
+        return made if made.is_meta else made.normal_(generator=torch.Generator(made.device).manual_seed(0))
 
 
 def _module(kind: type[nn.Module], weight: Tensor, bias: Tensor | None, given: Mapping[str, Any]) -> nn.Module:

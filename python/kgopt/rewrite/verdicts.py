@@ -264,6 +264,7 @@ def canonical(value: Any) -> str:
 
 
 store = Store()
+compiled = Store()  # of captured graphs, where `store` has no folder: beside Inductor's cache
 
 
 def attach_from_environment() -> None:
@@ -286,4 +287,5 @@ def forget() -> None:
     optimize a restored one, or a new copy, to measure anew.
     """
     store.forget()
+    compiled.forget()
     _autotune.forget()
