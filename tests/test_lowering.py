@@ -137,6 +137,29 @@ def test_gradients(form):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3)
 
 
+class Mean(nn.Module):
+    """A norm whose mean alone is read: its gradient has no dims, its input does."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)
+
+    def forward(self, x):
+        return self.norm(self.conv(x)).mean([1, 2, 3])
+
+
+def test_gradients_of_means():
+    model, x = Mean(), torch.randn(2, 3, 12, 13)
+    twin = copy.deepcopy(model)
+    y, code = compiled(model)(x)
+    assert "kgopt.group_norm_mean" in code
+    torch.testing.assert_close(y, twin(x), rtol=1e-4, atol=1e-4)
+    y.square().sum().backward()
+    twin(x).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+
+
 def test_sizes_that_are_not_known():
     model = Net(group).eval()
     with torch.no_grad():

@@ -84,20 +84,18 @@ class _Formats:
         return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
 
     def _activations(self, given: list[Any], found: list[Any]) -> list[int]:
-        """Those that share a format: of the rank, the samples and the channels of the first tensor."""
-        first = next((i for i, arg in enumerate(found) if isinstance(arg, self.ir_node)), None)
-        if first is None:
+        """Those that share a format: of the rank, the samples and the channels of the first one."""
+        ranked = [i for i, arg in enumerate(found) if isinstance(arg, self.ir_node) and len(arg.get_size()) in (4, 5)]
+        if not ranked:
             return []
-        size = found[first].get_size()
-        if len(size) not in (4, 5):
-            return []
+        size = found[ranked[0]].get_size()
 
         def is_alike(arg: Any) -> bool:
-            if not isinstance(arg, self.ir_node) or len(arg.get_size()) != len(size):
+            if len(arg.get_size()) != len(size):
                 return False
             return all(self._equal(a, b) for a, b in zip(arg.get_size()[:2], size[:2], strict=True))
 
-        return [i for i, arg in enumerate(found) if is_alike(arg) and isinstance(_value(given[i]), Tensor)]
+        return [i for i in ranked if is_alike(found[i]) and isinstance(_value(given[i]), Tensor)]
 
     def _equal(self, a: Any, b: Any) -> bool:
         return bool(self.virtual.graph.sizevars.statically_known_equals(a, b))
