@@ -183,6 +183,8 @@ def _up(w: Draft, at: ClassDraft, how: str, h: str, channels: int, wanted: int) 
 def _branch(w: Draft, at: ClassDraft, block: Json, src: str, dst: str, shape: Shape) -> Shape:
     at.init.append("        self.flag = True")
     test = {"batch": f"{src}.shape[0] > 1", "is not None": "self.flag is not None", "grad": f"{src}.requires_grad"}
+    sizes = at.fresh("sizes")
+    at.say(f"{sizes} = {src}.shape[2:]")
     with at.under(f"if {test.get(block['test'], block['test'])}:"):
         first = write_body(w, at, block["bodies"][0], src, dst, shape)
     with at.under("else:"):
@@ -191,8 +193,9 @@ def _branch(w: Draft, at: ClassDraft, block: Json, src: str, dst: str, shape: Sh
             fit = at.attribute("fit", f"nn.Conv{w.dims}d({second.channels}, {first.channels}, 1)")
             at.say(f"{dst} = {fit}({dst})")
     if second.sizes != first.sizes:
-        fixed = ", ".join(map(str, first.sizes))
-        at.say(f"{dst} = F.interpolate({dst}, size=({fixed},))")
+        # At other sizes of the input, too, what is around it must fit.
+        size = sizes if first.sizes == shape.sizes else f"({', '.join(map(str, first.sizes))},)"
+        at.say(f"{dst} = F.interpolate({dst}, size={size})")
     if block["moved"] is not None:
         return write_chain(w, at, {"layers": [block["moved"]], "style": "statements"}, dst, dst, first)
     return first
