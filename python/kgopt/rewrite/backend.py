@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from kgopt._scale_shift import fits
 from kgopt.rewrite import emit, functional_norms, originals, policy, upsampled_graphs
 from kgopt.rewrite.chain import PRELU
-from kgopt.rewrite.contest import Contest
+from kgopt.rewrite.contest import Contest, convolves
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
 from kgopt.rewrite.functional_norms import ChannelNorm
 from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method
@@ -86,7 +86,7 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False) -> Report:
     folded = upsampled_graphs.fold(graph_module, _may_write, always)
     if folded:
         report.glue = f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}"
-    contest = None if always else Contest(graph, lambda region: _write_all(region))
+    contest = None if always else Contest(graph, _write_all)
     for found in _Reader(graph_module).matches():
         row = SiteRow(found.norm.origin.name, found.chain.label, "")
         row.reason = _Writer(graph_module, found, always).replace(contest)
@@ -119,7 +119,7 @@ class _Reader:
         self.nodes = list(graph_module.graph.nodes)
         self.known: dict[fx.Node, Node] = {}
         self.channel_norms = functional_norms.find(graph_module.graph)
-        self.convolves = any(node.target in _CONVS for node in self.nodes)
+        self.convolves = convolves(graph_module.graph)
 
     def matches(self) -> list[Match]:
         """Chains around every norm of the graph."""

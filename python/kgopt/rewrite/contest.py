@@ -58,6 +58,11 @@ def _is_elementwise(node: Any, like: Tensor) -> bool:
     return _name(node) in _NAMES and not node.kwargs.get("inplace") and "out" not in node.kwargs
 
 
+def convolves(graph: fx.Graph) -> bool:
+    """Whether a graph has convolutions, which Inductor runs in channels_last on a GPU, and what is between them."""
+    return any(_name(node) in _CONVOLUTIONS for node in graph.nodes)
+
+
 class Region:
     """A site, and the elementwise functions around it that only it connects."""
 
@@ -117,8 +122,7 @@ class Contest:
     def __init__(self, graph: fx.Graph, rewrite: Callable[[fx.GraphModule], Any]) -> None:
         self.rewrite = rewrite  # puts kgopt's ops into a region's graph
         self.until = time.monotonic() + SECONDS
-        # Inductor runs convolutions in channels_last, and norms follow them.
-        self.channels_last = any(_name(node) in _CONVOLUTIONS for node in graph.nodes)
+        self.channels_last = convolves(graph)
 
     def lost(self, core: Sequence[fx.Node], last: fx.Node, like: Tensor) -> str:
         """Why the site stays the compiler's; "": kgopt's op runs."""

@@ -9,6 +9,7 @@ then leave the graph as it is.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,11 +63,14 @@ def _given(node: fx.Node) -> Mapping[str, Any]:
     return {**_DEFAULTS, **dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
 
 
+@dataclass
 class _Pair:
-    """An upsampling node's input, the convolution's arguments, and both as a call on stand-ins."""
+    """An upsampling and the convolution behind it."""
 
-    def __init__(self, x: fx.Node, up: fx.Node, given: Mapping[str, Any], conv: nn.Module, call: Call) -> None:
-        self.x, self.up, self.given, self.conv, self.call = x, up, given, conv, call
+    x: fx.Node  # what is upsampled
+    up: fx.Node
+    given: Mapping[str, Any]  # the convolution's arguments
+    call: Call  # both as one call, of stand-ins
 
 
 def _pair(node: fx.Node, may_write: Any) -> _Pair | None:
@@ -100,7 +104,7 @@ def _pair(node: fx.Node, may_write: Any) -> _Pair | None:
         call = upsampled(_stand_in(value, "meta"), found[1], conv)
     except (TypeError, ValueError):  # arguments that PyTorch itself refuses
         return None
-    return None if call is None or "folded_aten" not in call.options else _Pair(x, up, given, conv, call)
+    return None if call is None or "folded_aten" not in call.options else _Pair(x, up, given, call)
 
 
 def _is_known(t: Any) -> bool:
