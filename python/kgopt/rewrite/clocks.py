@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from kgopt.torch_private import keep_busy
 
+_alone: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 LONG = 0.2  # seconds: what takes longer is timed once
 SHORT = 0.02  # seconds: what takes longer waits for no launches, so it is timed alone, and in fewer rounds
 
@@ -123,10 +125,26 @@ def _nothing() -> None:
     """What a device that is never behind waits for."""
 
 
+@contextlib.contextmanager
+def among_others(alone: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """Other processes use the GPU; ``alone`` keeps them off while :func:`busy_both` measures."""
+    global _alone
+    before, _alone = _alone, alone
+    try:
+        yield
+    finally:
+        _alone = before
+
+
 def busy_both(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
     """Seconds of work on the GPU of two functions: they are launched while it is kept busy with something else."""
+    with _alone():
+        return _busy_both((first, second), device)
+
+
+def _busy_both(functions: tuple[Callable[[], Any], ...], device: torch.device) -> tuple[float, float]:
     best: list[float] = []
-    for function in (first, second):
+    for function in functions:
         torch.cuda.synchronize(device)
         start = time.perf_counter()
         function()

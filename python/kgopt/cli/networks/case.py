@@ -29,9 +29,11 @@ from kgopt.cli.measure import (
     precision_flags,
 )
 from kgopt.cli.networks.network import Arguments
-from kgopt.cli.networks.ways import in_format, is_channels_last, prepare
+from kgopt.cli.networks.turns import Turns
+from kgopt.cli.networks.ways import calls_optimize, in_format, is_channels_last, prepare
 from kgopt.cli.results import Row
 from kgopt.cli.runner import describe
+from kgopt.rewrite import clocks
 
 __all__ = ["Entry", "Measurement", "Settings", "Task"]
 
@@ -76,6 +78,8 @@ class Settings:
     device: str
     small: bool = False
     seconds: float = 1.0  # of calls that are timed
+    turns: str = ""  # a folder, where workers share a device
+    compilers: int = 0  # processes of Inductor; 0: its default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +166,8 @@ class _Call:
 class Measurement:
     """A network that is ready in memory, and the reference of one case after the other."""
 
-    def __init__(self, entry: Entry, settings: Settings) -> None:
-        self.entry, self.settings = entry, settings
+    def __init__(self, entry: Entry, settings: Settings, turns: Turns | None = None) -> None:
+        self.entry, self.settings, self.turns = entry, settings, turns or Turns()
         self.device = torch.device(settings.device)
         self._stack = contextlib.ExitStack()
         self._master: nn.Module | None = None
@@ -196,7 +200,8 @@ class Measurement:
                 self._master = self._stack.enter_context(self.entry.built(self.device, self.settings.small))
             row["shape"] = self.entry.shape(self.settings.small)
             row["parameters"] = sum(p.numel() for p in self._master.parameters())
-            with _quiet(), precision_flags("tf32" if task.training else task.precision):
+            flags = precision_flags("tf32" if task.training else task.precision)
+            with self.turns.together(), _quiet(), flags:
                 self._fill(task, row, last)
         except MissingPackageError as error:
             row["failed"] = f"skipped: {error}"
@@ -223,10 +228,12 @@ class Measurement:
         call = self._call(task, channels_last)
         _empty(self.device)
         before = _reserved(self.device)
-        with call.context():
+        # What measures by itself does so alone, but for sites of a graph that is compiled, which take their turns.
+        with self.turns.alone() if calls_optimize(task.implementation) else contextlib.nullcontext(), call.context():
             run = prepare(task.implementation, call.model, call.arguments, row)
         start = time.monotonic()
-        found = call.result(run)
+        with clocks.among_others(self.turns.short):
+            found = call.result(run)
         _synchronize(self.device)
         if "compile" in task.implementation or task.implementation == "kgopt_backend":
             row["compile_s"] = round(time.monotonic() - start, 2)
@@ -235,6 +242,10 @@ class Measurement:
         else:
             _note_error(row, found, expected)
         del found, expected
+        with self.turns.alone():
+            self._time(task, row, call, run, before)
+
+    def _time(self, task: Task, row: Row, call: _Call, run: nn.Module, before: int) -> None:
         took, once = clock(lambda: call.run(run), self.device, self.settings.seconds)
         note_time(row, took)
         if self.device.type == "cuda" and once < 0.05 and task.precision != "autocast_fp16":
@@ -250,7 +261,7 @@ class Measurement:
         if task.training not in self._references:
             plain = Task(task.network, "autocast_fp32" if task.training else "fp32", "reference")
             try:
-                with precision_flags("fp32"):
+                with self.turns.short(), precision_flags("fp32"):
                     call, state = self._call(plain, False), _random_state(self.device)
                     found = [t.cpu() for t in call.result(call.model)]
                 if not torch.equal(state, _random_state(self.device)):

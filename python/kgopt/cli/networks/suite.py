@@ -1,16 +1,24 @@
-"""Runs the zoo: one row after the other by a worker, written as they come, until the time is over."""
+"""Runs the zoo: rows by workers, one of which is timed at a time, written as they come, until the time is over."""
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
+import dataclasses
 import os
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
 
 from kgopt.cli import results
 from kgopt.cli.environment import pick_device
 from kgopt.cli.networks.case import Entry, Settings, Task
 from kgopt.cli.networks.summary import print_summary
+from kgopt.cli.networks.turns import Turns
 from kgopt.cli.networks.ways import ways_of
 from kgopt.cli.networks.worker import DiedError, Worker
 from kgopt.cli.networks.zoo import networks
@@ -60,16 +68,32 @@ def zoo_cases(args: argparse.Namespace) -> list[tuple[Entry, str]]:
 
 
 class _Run:
-    """The rows so far, and the worker at hand."""
+    """The rows so far, of all lanes."""
 
     def __init__(self, args: argparse.Namespace, settings: Settings, earlier: list[Row]) -> None:
         self.args, self.settings, self.rows = args, settings, earlier
         self.end = None if args.seconds is None else time.monotonic() + args.seconds
-        self.worker: Worker | None = None
+        self._lock = threading.Lock()
 
     def left(self) -> float:
         """Seconds."""
         return float("inf") if self.end is None else self.end - time.monotonic()
+
+    def keep(self, row: Row) -> None:
+        """Into the file at once."""
+        with self._lock:
+            self.rows.append(row)
+            if self.args.json:
+                results.save_rows(self.args.json, self.rows)
+
+
+class _Lane:
+    """A worker after the other, and what it measures."""
+
+    def __init__(self, run: _Run) -> None:
+        self.run, self.args, self.left = run, run.args, run.left
+        self.settings, self.facts = run.settings, Row()
+        self.worker: Worker | None = None
 
     def stop(self) -> None:
         if self.worker is not None:
@@ -98,11 +122,21 @@ class _Run:
             self.stop()  # a GPU after an error, memory after a lack of it: the next row starts anew
         return row
 
-    def keep(self, row: Row) -> None:
-        """Into the file at once."""
-        self.rows.append({**row, **getattr(self, "facts", {})})
-        if self.args.json:
-            results.save_rows(self.args.json, self.rows)
+    def case(self, entry: Entry, precision: str, done: set[tuple[str, str, str]]) -> None:
+        """All ways of a case, but for those that are done."""
+        ways = ways_of(self.args.ways, precision.startswith("autocast"), torch.device(self.settings.device).type)
+        ways = [way for way in ways if (entry.name, precision, way) not in done]
+        for way in ways:
+            task = Task(entry.name, precision, way)
+            task = Task(entry.name, precision, way, _prefers_channels_last(list(self.run.rows), task))
+            row = self.measure(task, way == ways[0])
+            if row is None:
+                return
+            self.run.keep({**row, **self.facts})
+            what = row["failed"] if "failed" in row else time_text(row["time_us"])
+            print(f"{entry.name} {precision} {way}: {what}", file=sys.stderr, flush=True)
+            if row.get("failed", "").startswith("skipped"):
+                return
 
 
 def _failed(task: Task, why: str) -> Row:
@@ -136,22 +170,26 @@ def run_zoo(args: argparse.Namespace) -> int:
             results.save_rows(args.json, rows)
         print_summary(rows)
         return 0
-    for name in ("jobs", "plot", "impl"):
+    for name in ("plot", "impl"):
         if getattr(args, name):
-            raise ValueError(f"--{name} is not for suite zoo; --shard shares it among GPUs, --ways chooses")
+            raise ValueError(f"--{name} is not for suite zoo; --ways chooses")
+    jobs = 1 if args.jobs is None else args.jobs
+    if jobs < 1:
+        raise ValueError(f"--jobs is {jobs}, expected at least 1")
     if args.resume and not args.json:
         raise ValueError("--resume continues the file of --json, which is missing")
     device = pick_device(args.device)
-    settings = Settings(str(device), args.quick, 0.2 if args.quick else 1.0)
     cases = zoo_cases(args)
     ways_of(args.ways, False, device.type)  # a wrong name is told before the first row
     earlier = results.load_rows(args.json) if args.resume and os.path.exists(args.json) else []
     earlier = [row for row in earlier if not row.get("failed", "").startswith("skipped")]
-    run = _Run(args, settings, earlier)
-    try:
-        _run_cases(run, cases, device.type)
-    finally:
-        run.stop()
+    with contextlib.ExitStack() as stack:
+        settings = Settings(str(device), args.quick, 0.2 if args.quick else 1.0)
+        if jobs > 1:
+            cores = max(1, (os.cpu_count() or 1) // jobs)
+            settings = dataclasses.replace(settings, turns=stack.enter_context(Turns.folder()), compilers=cores)
+        run = _Run(args, settings, earlier)
+        _run_cases(run, cases, jobs)
     if not run.rows:
         print("no row was measured in this time", file=sys.stderr)
         return 1
@@ -159,20 +197,27 @@ def run_zoo(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_cases(run: _Run, cases: list[tuple[Entry, str]], device: str) -> None:
+def _run_cases(run: _Run, cases: list[tuple[Entry, str]], jobs: int) -> None:
     done = {_key(row) for row in run.rows}
-    for number, (entry, precision) in enumerate(cases):
-        ways = ways_of(run.args.ways, precision.startswith("autocast"), device)
-        ways = [way for way in ways if (entry.name, precision, way) not in done]
-        for way in ways:
-            task = Task(entry.name, precision, way)
-            task = Task(entry.name, precision, way, _prefers_channels_last(run.rows, task))
-            row = run.measure(task, way == ways[0])
-            if row is None:
-                print(f"time is over: {len(cases) - number} of {len(cases)} cases are left", file=sys.stderr)
-                return
-            run.keep(row)
-            what = row["failed"] if "failed" in row else time_text(row["time_us"])
-            print(f"{number + 1}/{len(cases)} {entry.name} {precision} {way}: {what}", file=sys.stderr, flush=True)
-            if row.get("failed", "").startswith("skipped"):
-                break
+    waiting = collections.deque(cases)
+    ended: list[str] = []
+
+    def work() -> None:
+        lane = _Lane(run)
+        try:
+            while run.left() > 0:
+                try:
+                    entry, precision = waiting.popleft()
+                except IndexError:
+                    return
+                lane.case(entry, precision, done)
+                if run.left() > 0:
+                    ended.append(entry.name)
+        finally:
+            lane.stop()
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in [pool.submit(work) for _ in range(jobs)]:
+            future.result()
+    if len(ended) < len(cases):
+        print(f"time is over: {len(cases) - len(ended)} of {len(cases)} cases are left", file=sys.stderr)

@@ -12,7 +12,7 @@ import kgopt
 from kgopt._layout import FORMATS, memory_format
 from kgopt.cli.results import Row
 
-__all__ = ["DEFAULT_WAYS", "WAYS", "in_format", "prepare", "ways_of"]
+__all__ = ["DEFAULT_WAYS", "WAYS", "calls_optimize", "in_format", "is_channels_last", "prepare", "ways_of"]
 
 # As --ways names them -> the rows' implementation; in the order of measuring.
 WAYS = {
@@ -76,9 +76,14 @@ def is_channels_last(name: str, eager_prefers_it: bool) -> bool:
     return name == "eager_channels_last" or (name in _FOLLOW_EAGER and eager_prefers_it)
 
 
+def calls_optimize(name: str) -> bool:
+    """Does :func:`prepare` measure?"""
+    return name in ("kgopt", "kgopt_graph", "kgopt_compile")
+
+
 def prepare(name: str, model: nn.Module, arguments: Any, row: Row) -> nn.Module:
     """The model as an implementation runs it; facts of ``optimize`` go to the row."""
-    if name in ("kgopt", "kgopt_graph", "kgopt_compile"):
+    if calls_optimize(name):
         start = time.monotonic()
         kgopt.optimize(model, arguments, cuda_graph="auto" if name == "kgopt_graph" else False)
         row["optimize_s"] = round(time.monotonic() - start, 2)

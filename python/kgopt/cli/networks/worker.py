@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,12 +18,14 @@ import torch
 
 from kgopt.cli.environment import environment
 from kgopt.cli.networks.case import Measurement, Settings, Task
+from kgopt.cli.networks.turns import Turns, Waiting
 from kgopt.cli.networks.zoo import find_network
 from kgopt.cli.results import Row
 from kgopt.cli.runner import describe
 
 __all__ = ["DiedError", "Worker"]
 
+_STARTING = threading.Lock()
 START_S = 120.0  # for importing torch, kgopt and a driver's start
 
 
@@ -38,8 +41,13 @@ class Worker:
         self._log = tempfile.NamedTemporaryFile(prefix="kgopt_zoo_", suffix=".log")  # noqa: SIM115
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_work, args=(theirs, self._log.name, settings, commit), daemon=True)
-        with _environment(KGOPT_VERDICTS="0"):  # each case measures anew, and nobody's files are forgotten
+        self._waiting = spawn.Value("b", 0, lock=False)
+        arguments = (theirs, self._log.name, settings, commit, self._waiting)
+        self._process = spawn.Process(target=_work, args=arguments, daemon=True)
+        own = {"KGOPT_VERDICTS": "0"}  # each case measures anew, and nobody's files are forgotten
+        if settings.compilers:
+            own["TORCHINDUCTOR_COMPILE_THREADS"] = str(settings.compilers)
+        with _STARTING, _environment(**own):
             self._process.start()
         theirs.close()
         try:
@@ -75,16 +83,19 @@ class Worker:
         self._log.close()
 
     def _receive(self, seconds: float) -> Any:
+        limit = seconds
         try:
-            if self._connection.poll(seconds):
-                return self._connection.recv()
+            while seconds > 0:
+                if self._connection.poll(min(seconds, 0.5)):
+                    return self._connection.recv()
+                seconds -= 0 if self._waiting.value else 0.5
         except (EOFError, OSError):
             self._process.join(10)
             code = self._process.exitcode
             how = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
             lines = Path(self._log.name).read_text(errors="replace").strip().splitlines()
             raise DiedError(f"the process died ({how}): {lines[-1][:200] if lines else 'it said nothing'}") from None
-        raise DiedError(f"over {seconds:.0f} s")
+        raise DiedError(f"over {limit:.0f} s")
 
 
 @contextlib.contextmanager
@@ -102,7 +113,7 @@ def _environment(**variables: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _work(connection: Connection, log: str, settings: Settings, commit: str | None) -> None:
+def _work(connection: Connection, log: str, settings: Settings, commit: str | None, waiting: Waiting) -> None:
     os.setpgrp()  # see stop
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
@@ -113,6 +124,7 @@ def _work(connection: Connection, log: str, settings: Settings, commit: str | No
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
     connection.send(environment(device, commit))
+    turns = Turns(settings.turns, waiting)
     current: Measurement | None = None
     while True:
         try:
@@ -122,7 +134,7 @@ def _work(connection: Connection, log: str, settings: Settings, commit: str | No
         if current is None or current.entry.name != task.network:
             if current is not None:
                 current.close()
-            current = Measurement(find_network(task.network), settings)
+            current = Measurement(find_network(task.network), settings, turns)
         try:
             connection.send(current.measure(task))
         except Exception as error:
