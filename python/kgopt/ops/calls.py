@@ -333,6 +333,8 @@ def install() -> None:
     for op in RECORDS.values():
         if op.twin is not None:
             _public(op, op.twin)
+    for name in RECORDS:
+        overload(name).below = without_grad(name)  # for code that compilers write: rewrite/lowering.py
 
 
 def set_autocast(name: str, device: str, kernel: Callable[..., Any]) -> None:

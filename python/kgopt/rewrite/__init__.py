@@ -7,7 +7,7 @@ A file imports from its own layer and from those above it (tests/test_layers.py)
 =======  =========================================  ==================================================================
 layer    files                                      what it says
 =======  =========================================  ==================================================================
-torch    places originals watching                  what PyTorch has: replaced by somebody? watched by somebody?
+torch    places originals watching captured         what PyTorch has: replaced by somebody? watched by somebody?
 class    known standing disguise                    what an optimized module knows; what others see of its class
 site     chain patterns meanings modules roles      what can be fused, and what a module, function or method means in it
          classes reporting transaction              making the classes; the report; undoing what failed
@@ -20,6 +20,7 @@ run      carry recompute arguments sites norms      what runs in place of a site
          channel_norms
 find     source sequential backend                  front ends: Python source, nn.Sequential, captured graphs
          functional_norms upsampled_graphs contest
+         volumes
          inductor lowering                          what Inductor makes of the ops
 model    graphs timed whole race api                CUDA graphs; what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================

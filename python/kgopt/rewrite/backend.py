@@ -6,6 +6,7 @@ gradients come from the ops' own backward.
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from kgopt._scale_shift import fits
-from kgopt.rewrite import emit, functional_norms, originals, policy, upsampled_graphs
+from kgopt.rewrite import emit, functional_norms, originals, policy, upsampled_graphs, volumes
+from kgopt.rewrite.captured import uses_autocast
+from kgopt.rewrite.captured import value as _value
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.contest import Contest, convolves
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
@@ -82,44 +85,44 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False) -> Report:
     """Replaces chains of a Dynamo graph by kgopt's ops, in place."""
     global last_report
     graph = graph_module.graph
-    report = Report()
+    report, glue = Report(), []
     folded = upsampled_graphs.fold(graph_module, _may_write, always)
     if folded:
-        report.glue = f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}"
-    contest = None if always else Contest(graph, _write_all)
-    for found in _Reader(graph_module).matches():
+        glue.append(f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}")
+    formats = volumes.find(graph_module)
+    volumes_last = bool(formats.options)
+    contest = None if always else Contest(graph, functools.partial(_write_all, volumes_last), volumes_last)
+    for found in _Reader(graph_module, volumes_last).matches():
         row = SiteRow(found.norm.origin.name, found.chain.label, "")
         row.reason = _Writer(graph_module, found, always).replace(contest)
         if not row.reason:
             row.became = found.chain.becomes
         report.sites.append(row)
-    if folded or any(row.became for row in report.sites):
+    moved = formats.write(graph_module)
+    report.glue = "; ".join([*glue, *([moved] if moved else [])])
+    if report.glue or any(row.became for row in report.sites):
         graph.lint()
         graph_module.recompile()
     last_report = report
-    if folded or report.sites:
+    if report.glue or report.sites:
         _LOG.info("%s", report)
     return report
 
 
-def _write_all(graph_module: fx.GraphModule) -> None:
+def _write_all(volumes_last: bool, graph_module: fx.GraphModule) -> None:
     """kgopt's ops wherever they can be."""
-    for found in _Reader(graph_module).matches():
+    for found in _Reader(graph_module, volumes_last).matches():
         _Writer(graph_module, found, always=True).replace()
-
-
-def _value(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
 
 
 class _Reader:
     """Describes a graph's nodes to the matcher."""
 
-    def __init__(self, graph_module: fx.GraphModule) -> None:
+    def __init__(self, graph_module: fx.GraphModule, volumes_last: bool) -> None:
         self.nodes = list(graph_module.graph.nodes)
         self.known: dict[fx.Node, Node] = {}
         self.channel_norms = functional_norms.find(graph_module.graph)
-        self.convolves = convolves(graph_module.graph)
+        self.dims_last = [*([4] if convolves(graph_module.graph) else []), *([5] if volumes_last else [])]
 
     def matches(self) -> list[Match]:
         """Chains around every norm of the graph."""
@@ -146,9 +149,8 @@ class _Reader:
             return False
         if given.device != normed.device or not fits(given, normed):
             return False
-        # Where samples differ, their channels must be seen as channels of one: not in channels_last, in which Inductor
-        # runs convolutions on a GPU and what is between them.
-        return bool(given.shape[0] == 1 or (x.is_contiguous() and not (self.convolves and _lies_as_inductor_wants(x))))
+        # Where samples differ, their channels must be seen as channels of one: not in channels_last.
+        return bool(given.shape[0] == 1 or (x.is_contiguous() and not (x.is_cuda and x.dim() in self.dims_last)))
 
     def _describe(self, node: fx.Node) -> Node:
         channel_norm = self.channel_norms.get(node)
@@ -202,10 +204,6 @@ def _adds(add: Node, other: Node) -> bool:
         isinstance(t, Tensor) and (t.shape, t.dtype, t.device) == (result.shape, result.dtype, result.device)
         for t in given
     )
-
-
-def _lies_as_inductor_wants(x: Tensor) -> bool:
-    return x.is_cuda and x.dim() in (4, 5)
 
 
 def _are_nodes(args: Sequence[Any]) -> bool:
@@ -350,9 +348,7 @@ class _Writer:
 
     def _write(self, x: Tensor, conv: ConvArgs | None, norm: NormArgs) -> None:
         chain, before = self.found.chain, _value(self.last)
-        autocast = torch.is_autocast_enabled(x.device.type) or any(
-            "autocast" in str(n.target) for n in self.graph.nodes
-        )
+        autocast = torch.is_autocast_enabled(x.device.type) or uses_autocast(self.graph)
         with self.graph.inserting_before(self.last):
             y = emit_kgopt(chain, self._call, self.x, x.dim(), conv, norm, fold_pre=not autocast, added=self._added())
             # PyTorch's GroupNorm on CUDA gives a contiguous tensor, which later nodes may count on.

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from kgopt._layout import FORMATS
 from kgopt.rewrite import clocks, verdicts
-from kgopt.torch_private import compile_graph, compiler_settings, inductor_cache_dir, outside_of_tracing
+from kgopt.rewrite.captured import value
+from kgopt.torch_private import compile_graph, compiler_settings, outside_of_tracing
 
 SECONDS = 60.0  # for all sites of a graph
 NODES = 8  # elementwise functions on either side of a site
@@ -40,10 +42,6 @@ _NAMES = frozenset((*_ARITHMETIC, *_ACTIVATIONS, *_CASTS))
 _CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "convolution")
 
 
-def _value(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
-
-
 def _name(node: fx.Node) -> str:
     return str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
 
@@ -52,15 +50,20 @@ def _is_elementwise(node: Any, like: Tensor) -> bool:
     """One that a kernel of the norm may compute on the way: of the norm's size, with no effect of its own."""
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
         return False
-    value = _value(node)
-    if not isinstance(value, Tensor) or value.shape != like.shape or not value.is_floating_point():
+    made = value(node)
+    if not isinstance(made, Tensor) or made.shape != like.shape or not made.is_floating_point():
         return False
     return _name(node) in _NAMES and not node.kwargs.get("inplace") and "out" not in node.kwargs
 
 
 def convolves(graph: fx.Graph) -> bool:
-    """Whether a graph has convolutions, which Inductor runs in channels_last on a GPU, and what is between them."""
-    return any(_name(node) in _CONVOLUTIONS for node in graph.nodes)
+    """Whether it has convolutions of images: on a GPU Inductor runs them, and what is between, in channels_last."""
+    return any(_name(node) in _CONVOLUTIONS and _dims(node) != 5 for node in graph.nodes)
+
+
+def _dims(node: fx.Node) -> int:
+    made = value(node)
+    return made.dim() if isinstance(made, Tensor) else 0
 
 
 class Region:
@@ -119,10 +122,10 @@ class Region:
 class Contest:
     """Of the sites of one graph."""
 
-    def __init__(self, graph: fx.Graph, rewrite: Callable[[fx.GraphModule], Any]) -> None:
+    def __init__(self, graph: fx.Graph, rewrite: Callable[[fx.GraphModule], Any], volumes_last: bool = False) -> None:
         self.rewrite = rewrite  # puts kgopt's ops into a region's graph
         self.until = time.monotonic() + SECONDS
-        self.channels_last = convolves(graph)
+        self.dims_last = [*([4] if convolves(graph) else []), *([5] if volumes_last else [])]
 
     def lost(self, core: Sequence[fx.Node], last: fx.Node, like: Tensor) -> str:
         """Why the site stays the compiler's; "": kgopt's op runs."""
@@ -139,7 +142,7 @@ class Contest:
 
     @staticmethod
     def _is_known(region: Region) -> bool:
-        values = [_value(node) for node in region.inputs]
+        values = [value(node) for node in region.inputs]
         return all(
             isinstance(t, Tensor)
             and t.layout is torch.strided
@@ -149,9 +152,9 @@ class Contest:
         )
 
     def _times(self, region: Region, device: torch.device) -> tuple[float, float] | None:
-        grad = torch.is_grad_enabled() and any(_value(node).requires_grad for node in region.inputs)
-        kinds = [_value(node) if grad else _value(node).detach() for node in region.inputs]
-        key = verdicts.key_of("region", device, region.text, kinds, grad, self.channels_last)
+        grad = torch.is_grad_enabled() and any(value(node).requires_grad for node in region.inputs)
+        kinds = [value(node) if grad else value(node).detach() for node in region.inputs]
+        key = verdicts.key_of("region", device, region.text, kinds, grad, self.dims_last)
 
         def measure() -> list[float] | None:
             if time.monotonic() > self.until:
@@ -160,7 +163,7 @@ class Contest:
                 return self._measure(region, device, grad)
             return None
 
-        found, _ = _store().settle(key, measure)
+        found, _ = verdicts.of_graphs().settle(key, measure)
         return None if found is None else (found[0], found[1])
 
     def _measure(self, region: Region, device: torch.device, grad: bool) -> list[float] | None:
@@ -180,7 +183,7 @@ class Contest:
         for node in module.graph.nodes:
             node.meta = {}  # of fake tensors of another graph
         module.recompile()
-        inputs = [self._stand_in(_value(node), grad) for node in region.inputs]
+        inputs = [self._stand_in(value(node), grad) for node in region.inputs]
         wanted = [t for t in inputs if t.requires_grad]
         with torch.set_grad_enabled(grad):
             run = compile_graph(module, inputs, None, {})
@@ -196,17 +199,6 @@ class Contest:
         """A tensor of its kind, in the format in which it will lie."""
         made = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device)
         made.normal_(generator=torch.Generator(t.device).manual_seed(0))  # the user's random numbers stay
-        if self.channels_last and made.dim() in (4, 5) and made.is_contiguous():
-            made = made.to(memory_format=torch.channels_last if made.dim() == 4 else torch.channels_last_3d)
+        if made.dim() in self.dims_last and made.is_contiguous():
+            made = made.contiguous(memory_format=FORMATS[made.dim()])
         return made.requires_grad_(grad and t.requires_grad)
-
-
-def _store() -> verdicts.Store:
-    """The process's verdicts where they are kept on disk; else those in a folder of Inductor's cache."""
-    if verdicts.store.folder is not None:
-        return verdicts.store
-    folder = inductor_cache_dir()
-    if folder is not None and verdicts.compiled.folder is None:
-        with contextlib.suppress(ValueError):
-            verdicts.compiled.attach(folder)
-    return verdicts.compiled

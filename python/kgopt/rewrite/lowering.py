@@ -9,17 +9,25 @@ activations that lie in neither format, get the strides of eager mode.
 The second cost is of the same kind: PyTorch's GroupNorm on CUDA returns a contiguous tensor for one in channels_last,
 and the graph that Dynamo captures says so (``contiguous()`` behind kgopt's norm). In Inductor's graph nothing depends
 on strides any more, and the copy goes.
+
+Convolutions keep the format of what they read, too; their weights get the strides of eager mode.
+
+Autograd and autocast have nothing to do in code that Inductor wrote. Their kernels of kgopt's ops are Python's, so the
+code calls ``below`` of an op, which passes them by: half the host's time of a small call.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from kgopt.ops.registry import RECORDS
 from kgopt.torch_private import inductor_lowering
 
 _NORMS = ("group_norm", "group_norm_add", "group_norm_prelu", "group_norm_moments", "channel_norm", "activation")
@@ -30,6 +38,8 @@ _OTHERS = (
     *("max_pool", "pad_replicate", "upsample_linear", "upsample_nearest"),
     *("upsample_linear_backward", "upsample_nearest_backward"),
 )
+# Of these x alone: nothing tells a residual's format from a weight's.
+_CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d")
 _CLONE = torch.ops.aten.clone.default
 
 
@@ -61,9 +71,9 @@ def _value(node: Any) -> Any:
 class _Formats:
     """The constraint that Inductor asks before it lowers a call."""
 
-    def __init__(self, ir_node: Any, external: Any, flexible: Any, view: Any, virtual: Any) -> None:
-        self.ir_node, self.external, self.flexible, self.view = ir_node, external, flexible, view
-        self.virtual = virtual
+    def __init__(self, parts: Sequence[Any], count: int | None = None) -> None:
+        self.ir_node, self.external, self.flexible, self.view, self.virtual = parts
+        self.count = count  # of arguments that may be activations; None: all
 
     def __call__(self, node: fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """The arguments, copied where they have to be."""
@@ -85,7 +95,8 @@ class _Formats:
 
     def _activations(self, given: list[Any], found: list[Any]) -> list[int]:
         """Those that share a format: of the rank, the samples and the channels of the first one."""
-        ranked = [i for i, arg in enumerate(found) if isinstance(arg, self.ir_node) and len(arg.get_size()) in (4, 5)]
+        asked = found[: self.count]
+        ranked = [i for i, arg in enumerate(asked) if isinstance(arg, self.ir_node) and len(arg.get_size()) in (4, 5)]
         if not ranked:
             return []
         size = found[ranked[0]].get_size()
@@ -132,10 +143,33 @@ def install() -> None:
     found = inductor_lowering()
     if found is None:
         return
-    make_fallback, *parts = found
-    constraint = _Formats(*parts)
-    for name in (*_NORMS, *_NORMS_FORWARD, *_OTHERS):
-        make_fallback(_overload(name), layout_constraint=constraint, warn=False)
+    make_fallback, lowerings, *parts = found
+    flexible = dict.fromkeys((*_NORMS, *_NORMS_FORWARD, *_OTHERS), _Formats(parts))
+    flexible.update(dict.fromkeys(_CONVOLUTIONS, _Formats(parts, 1)))
+    fixed = _Formats(parts, 0)
+    for name in RECORDS:
+        op = _overload(name)
+        make_fallback(op, layout_constraint=flexible.get(name, fixed), warn=False)
+        lowerings[op] = _below(op, lowerings[op], parts[-1])
+
+
+def _below(op: Any, lower: Callable[..., Any], virtual: Any) -> Callable[..., Any]:
+    """``lower``, the lowering of an op, whose call in the code is that of ``op.below``: see ops/calls.py."""
+
+    @functools.wraps(lower)
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        graph = virtual.graph
+        known = len(graph.operations)
+        made = lower(*args, **kwargs)
+        for operation in graph.operations[known:]:
+            if getattr(operation, "op_overload", None) is op and is_python(graph):
+                operation.python_kernel_name = f"{operation.python_kernel_name}.below"
+        return made
+
+    def is_python(graph: Any) -> bool:
+        return not (graph.cpp_wrapper or getattr(graph, "fx_wrapper", False))
+
+    return lowered
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from kgopt._layout import is_dense_channels_last
 from kgopt.rewrite import originals
+from kgopt.rewrite.captured import is_known, stand_in, uses_autocast, value
 from kgopt.rewrite.glue import kernels, search
 from kgopt.rewrite.glue.calls import INTERPOLATE, Call, interpolate_of, upsampled
 from kgopt.torch_private import outside_of_tracing
@@ -44,7 +45,7 @@ def fold(graph_module: fx.GraphModule, may_write: Any, always: bool) -> list[str
         always: without measuring.
     """
     graph, done = graph_module.graph, []
-    if torch.is_grad_enabled() or any("autocast" in str(n.target) for n in graph.nodes):
+    if torch.is_grad_enabled() or uses_autocast(graph):
         return []
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _CONVS and originals.runs_as_is(node.target):
@@ -53,10 +54,6 @@ def fold(graph_module: fx.GraphModule, may_write: Any, always: bool) -> list[str
                 _write(graph, node, found)
                 done.append(node.name)
     return done
-
-
-def _value(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
 
 
 def _given(node: fx.Node) -> Mapping[str, Any]:
@@ -81,44 +78,30 @@ def _pair(node: fx.Node, may_write: Any) -> _Pair | None:
     if up.op != "call_function" or not originals.runs_as_is(up.target):
         return None
     x = up.kwargs.get("input", up.args[0] if up.args else None)
-    value, weight, bias = _value(x), _value(given.get("weight")), _value(given["bias"])
-    if not isinstance(x, fx.Node) or not all(map(_is_known, (value, weight))):
+    held, weight, bias = value(x), value(given.get("weight")), value(given["bias"])
+    if not isinstance(x, fx.Node) or not all(map(is_known, (held, weight))):
         return None
-    if given["bias"] is not None and not _is_known(bias):
+    if given["bias"] is not None and not is_known(bias):
         return None
-    if value.dim() not in (4, 5) or weight.dim() != value.dim() or torch.is_autocast_enabled(value.device.type):
+    if held.dim() not in (4, 5) or weight.dim() != held.dim() or torch.is_autocast_enabled(held.device.type):
         return None
-    if {t.dtype for t in (value, weight, bias) if t is not None} != {value.dtype}:
+    if {t.dtype for t in (held, weight, bias) if t is not None} != {held.dtype}:
         return None
     between = up
     while (between := between.next) is not node:
         if may_write(between):
             return None
     try:
-        args, kwargs = (fx.map_arg(a, _value) for a in (up.args, dict(up.kwargs)))
-        found = interpolate_of(_is_known, *args, **kwargs)  # type: ignore[misc, arg-type]
+        args, kwargs = (fx.map_arg(a, value) for a in (up.args, dict(up.kwargs)))
+        found = interpolate_of(is_known, *args, **kwargs)  # type: ignore[misc, arg-type]
         if found is None or found[0] != "nearest":
             return None
         conv = _module(_CONVS[node.target], weight, bias, given)
         # A plain tensor of the same kind, for code that knows no fake ones; nothing computes with it.
-        call = upsampled(_stand_in(value, "meta"), found[1], conv)
+        call = upsampled(stand_in(held, "meta"), found[1], conv)
     except (TypeError, ValueError):  # arguments that PyTorch itself refuses
         return None
     return None if call is None or "folded_aten" not in call.options else _Pair(x, up, given, call)
-
-
-def _is_known(t: Any) -> bool:
-    """A floating-point tensor whose sizes and strides are numbers."""
-    if not isinstance(t, Tensor) or not t.is_floating_point() or t.layout is not torch.strided:
-        return False
-    return all(type(s) is int for s in (*t.shape, *t.stride())) and t.numel() > 0
-
-
-def _stand_in(t: Tensor, device: Any) -> Tensor:
-    with outside_of_tracing():
-        made = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=device)
-        # The user's random numbers stay as they are.
-        return made if made.is_meta else made.normal_(generator=torch.Generator(made.device).manual_seed(0))
 
 
 def _module(kind: type[nn.Module], weight: Tensor, bias: Tensor | None, given: Mapping[str, Any]) -> nn.Module:
@@ -136,23 +119,23 @@ def _module(kind: type[nn.Module], weight: Tensor, bias: Tensor | None, given: M
             bias=bias is not None,
             device="meta",
         )
-        conv.weight = nn.Parameter(_stand_in(weight, "meta"), requires_grad=False)
+        conv.weight = nn.Parameter(stand_in(weight, "meta"), requires_grad=False)
         if bias is not None:
-            conv.bias = nn.Parameter(_stand_in(bias, "meta"), requires_grad=False)
+            conv.bias = nn.Parameter(stand_in(bias, "meta"), requires_grad=False)
     return conv
 
 
 def _is_faster(pair: _Pair) -> bool:
     """Measured, or known of an equal pair."""
-    value = _value(pair.x)
-    if value.device.type not in _MEASURES_ON:
+    held = value(pair.x)
+    if held.device.type not in _MEASURES_ON:
         return False
     with outside_of_tracing() as is_outside:
         if not is_outside:
             return False
         try:
-            x = _stand_in(value, value.device)
-            more = [None if t is None else _stand_in(t, value.device) for t in pair.call.more]
+            x = stand_in(held, held.device)
+            more = [None if t is None else stand_in(t, held.device) for t in pair.call.more]
         except torch.OutOfMemoryError:
             return False
         factors, padding, groups, *_ = pair.call.argument
@@ -169,9 +152,9 @@ def _is_faster(pair: _Pair) -> bool:
 def _write(graph: fx.Graph, node: fx.Node, pair: _Pair) -> None:
     factors, padding, groups, *_ = pair.call.argument
     weight, bias = pair.given["weight"], pair.given["bias"]
-    rest = [k - 1 - p for k, p in zip(_value(weight).shape[2:], padding, strict=True)]
+    rest = [k - 1 - p for k, p in zip(value(weight).shape[2:], padding, strict=True)]
     ones, zeros = [1] * len(factors), [0] * len(factors)
-    last = is_dense_channels_last(_value(pair.x))
+    last = is_dense_channels_last(value(pair.x))
     with graph.inserting_before(node):
         summed = graph.call_function(
             torch.ops.kgopt.upsample_conv_weight.default, (weight, list(factors), groups, last)

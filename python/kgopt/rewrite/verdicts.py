@@ -29,6 +29,7 @@ from kgopt import _autotune
 from kgopt import ops as ops
 from kgopt._autotune import cache_folder
 from kgopt._version import __version__
+from kgopt.torch_private import inductor_cache_dir
 
 FORMAT = 1  # of keys and files
 CAPACITY = 2**14  # verdicts in memory: a large model has some hundreds
@@ -265,6 +266,17 @@ def canonical(value: Any) -> str:
 
 store = Store()
 compiled = Store()  # of captured graphs, where `store` has no folder: beside Inductor's cache
+
+
+def of_graphs() -> Store:
+    """Where verdicts of captured graphs are kept: on disk with all others, or in a folder of Inductor's cache."""
+    if store.folder is not None:
+        return store
+    folder = inductor_cache_dir()
+    if folder is not None and compiled.folder is None:
+        with contextlib.suppress(ValueError):
+            compiled.attach(folder)
+    return compiled
 
 
 def attach_from_environment() -> None:

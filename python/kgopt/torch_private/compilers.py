@@ -56,6 +56,7 @@ _IR = "torch._inductor.ir"
 inductor_lowering = when_needed(
     (
         "torch._inductor.lowering.make_fallback",
+        "torch._inductor.lowering.lowerings",
         f"{_IR}.IRNode",
         f"{_IR}.ExternKernel",
         f"{_IR}.FlexibleLayout",

@@ -189,18 +189,27 @@ def _bound_to_conv(transposed: bool, args: tuple[Any, ...], kwargs: dict[str, An
     return {**_CONV_DEFAULTS, **given}
 
 
-def _conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def geometry_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:
+    """A convolution's input, weight and bias, and what :attr:`Call.argument` has of the rest; None: it says less."""
     op, rank, transposed = _CONVS[func]
     given = _bound_to_conv(transposed, args, kwargs)
-    x, weight, bias, groups = (given[name] for name in ("input", "weight", "bias", "groups"))
+    numbers = [_numbers(given[name], rank) for name in ("stride", "padding", "dilation", "output_padding")]
+    if None in numbers or type(given["groups"]) is not int:
+        return None
+    return [given[name] for name in ("input", "weight", "bias")], (op, transposed, *numbers, given["groups"])
+
+
+def _conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    found = geometry_of(func, args, kwargs)
+    if found is None:
+        return None
+    (x, weight, bias), geometry = found
+    _, _, stride, padding, dilation, _, groups = geometry
+    transposed, rank = geometry[1], len(stride)
     if not _takes(x) or x.dim() != rank + 2 or not _is_parameter_of(weight, x) or weight.dim() != rank + 2:
         return None
     if bias is not None and not _is_parameter_of(bias, x):
         return None
-    numbers = [_numbers(given[name], rank) for name in ("stride", "padding", "dilation", "output_padding")]
-    if None in numbers or type(groups) is not int:
-        return None
-    stride, padding, dilation, output_padding = numbers
     limit = NARROW_LAST if is_dense_channels_last(x) else NARROW
     narrow = min(weight.shape[0], weight.shape[1] * groups) <= limit and x.is_cuda
     # One kernel reads x once for a few output channels.
@@ -220,8 +229,7 @@ def _conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | No
         return None
     # Two models may share a function, so its key says which weight it is about as far as that matters.
     of_weight = (weight.shape, weight.stride(), bias is None)
-    argument = (op, transposed, stride, padding, dilation, output_padding, groups, *of_weight)
-    return Call("conv", argument, x, (weight, bias), options)
+    return Call("conv", (*geometry, *of_weight), x, (weight, bias), options)
 
 
 def padding_of(conv: Any, rank: int) -> tuple[int, ...] | None:
