@@ -4,10 +4,11 @@
     python benchmarks/training.py PlainConvUNet SegResNet --ways eager,optimize --holders 12
 
 A step is forward, loss, backward and dropping the gradients; fp16 autocast goes through a GradScaler. Milliseconds of a
-step by the clock, several in a row. MiB is the largest ``memory_allocated`` in a step, weights and their gradients
-included; ``gpu_ms`` is the GPU's work, launches hidden. Ways: eager, compile, backend (``backend="kgopt"``), optimize,
-"optimize recompute", "optimize compile". Holders are the bytes that are allocated at that moment, by the code that asked for them (the first line
-outside of PyTorch, where Python asked; "autograd" where the backward's C++ did).
+step by the clock, several in a row; ``gpu_ms`` is the GPU's work, launches hidden. MiB is the largest
+``memory_allocated`` in a step, weights and their gradients included. Ways: eager, compile, backend
+(``backend="kgopt"``), optimize, "optimize recompute", "optimize compile". Holders are the bytes that are allocated at
+that moment, by the code that asked for them (the first line outside of PyTorch, where Python asked; "autograd" where
+the backward's C++ did).
 """
 
 from __future__ import annotations
