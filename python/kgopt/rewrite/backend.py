@@ -150,7 +150,10 @@ class _Reader:
         if given.device != normed.device or not fits(given, normed):
             return False
         # Where samples differ, their channels must be seen as channels of one: not in channels_last.
-        return bool(given.shape[0] == 1 or (x.is_contiguous() and not (x.is_cuda and x.dim() in self.dims_last)))
+        return bool(
+            given.shape[0] == 1
+            or (x.is_contiguous() and not (x.dim() in self.dims_last and _lies_as_inductor_wants(x)))
+        )
 
     def _describe(self, node: fx.Node) -> Node:
         channel_norm = self.channel_norms.get(node)
@@ -204,6 +207,10 @@ def _adds(add: Node, other: Node) -> bool:
         isinstance(t, Tensor) and (t.shape, t.dtype, t.device) == (result.shape, result.dtype, result.device)
         for t in given
     )
+
+
+def _lies_as_inductor_wants(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def _are_nodes(args: Sequence[Any]) -> bool:
