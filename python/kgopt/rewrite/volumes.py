@@ -25,7 +25,7 @@ from kgopt.torch_private import outside_of_tracing
 
 MARGIN = 0.9  # of the time in the model's format: what is between convolutions is not measured
 _FORMAT = torch.channels_last_3d
-_CONVS = {f: f for f in (torch.conv3d, torch.conv_transpose3d) if originals.is_torchs(f)}
+_CONVS: dict[Any, Any] = {f: f for f in (torch.conv3d, torch.conv_transpose3d) if originals.is_torchs(f)}
 _CONVS |= {f: g for f, g in ((F.conv3d, torch.conv3d), (F.conv_transpose3d, torch.conv_transpose3d)) if g in _CONVS}
 _MEASURES_ON = ("cuda",)
 
@@ -188,7 +188,7 @@ class _Convolution:
     """A call of the graph, on tensors of its sizes."""
 
     def __init__(self, node: fx.Node, channels_last: bool, grad: bool) -> None:
-        self.function = _CONVS[node.target]
+        self.function: Any = _CONVS[node.target]
         made = {n: stand_in(value(n), value(n).device, channels_last) for n in node.all_input_nodes}
         self.wanted = [t.requires_grad_() for n, t in made.items() if grad and value(n).requires_grad]
         self.args, self.kwargs = fx.map_arg((node.args, dict(node.kwargs)), made.__getitem__)  # type: ignore[misc, arg-type]
