@@ -90,9 +90,9 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False) -> Report:
     if folded:
         glue.append(f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}")
     formats = volumes.find(graph_module)
-    volumes_last = bool(formats.options)
-    contest = None if always else Contest(graph, functools.partial(_write_all, volumes_last), volumes_last)
-    for found in _Reader(graph_module, volumes_last).matches():
+    dims_last = [*([4] if convolves(graph) else []), *([5] if formats.options else [])]
+    contest = None if always else Contest(functools.partial(_write_all, dims_last), dims_last)
+    for found in _Reader(graph_module, dims_last).matches():
         row = SiteRow(found.norm.origin.name, found.chain.label, "")
         row.reason = _Writer(graph_module, found, always).replace(contest)
         if not row.reason:
@@ -109,20 +109,20 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False) -> Report:
     return report
 
 
-def _write_all(volumes_last: bool, graph_module: fx.GraphModule) -> None:
+def _write_all(dims_last: Sequence[int], graph_module: fx.GraphModule) -> None:
     """kgopt's ops wherever they can be."""
-    for found in _Reader(graph_module, volumes_last).matches():
+    for found in _Reader(graph_module, dims_last).matches():
         _Writer(graph_module, found, always=True).replace()
 
 
 class _Reader:
     """Describes a graph's nodes to the matcher."""
 
-    def __init__(self, graph_module: fx.GraphModule, volumes_last: bool) -> None:
+    def __init__(self, graph_module: fx.GraphModule, dims_last: Sequence[int]) -> None:
         self.nodes = list(graph_module.graph.nodes)
         self.known: dict[fx.Node, Node] = {}
         self.channel_norms = functional_norms.find(graph_module.graph)
-        self.dims_last = [*([4] if convolves(graph_module.graph) else []), *([5] if volumes_last else [])]
+        self.dims_last = dims_last  # as the contest's
 
     def matches(self) -> list[Match]:
         """Chains around every norm of the graph."""

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from kgopt._layout import FORMATS
 from kgopt.rewrite import clocks, verdicts
-from kgopt.rewrite.captured import value
+from kgopt.rewrite.captured import stand_in, value
 from kgopt.torch_private import compile_graph, compiler_settings, outside_of_tracing
 
 SECONDS = 60.0  # for all sites of a graph
@@ -122,10 +121,10 @@ class Region:
 class Contest:
     """Of the sites of one graph."""
 
-    def __init__(self, graph: fx.Graph, rewrite: Callable[[fx.GraphModule], Any], volumes_last: bool = False) -> None:
+    def __init__(self, rewrite: Callable[[fx.GraphModule], Any], dims_last: Sequence[int]) -> None:
         self.rewrite = rewrite  # puts kgopt's ops into a region's graph
         self.until = time.monotonic() + SECONDS
-        self.dims_last = [*([4] if convolves(graph) else []), *([5] if volumes_last else [])]
+        self.dims_last = dims_last  # numbers of dims of the tensors that will lie in channels_last
 
     def lost(self, core: Sequence[fx.Node], last: fx.Node, like: Tensor) -> str:
         """Why the site stays the compiler's; "": kgopt's op runs."""
@@ -197,8 +196,5 @@ class Contest:
 
     def _stand_in(self, t: Tensor, grad: bool) -> Tensor:
         """A tensor of its kind, in the format in which it will lie."""
-        made = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device)
-        made.normal_(generator=torch.Generator(t.device).manual_seed(0))  # the user's random numbers stay
-        if made.dim() in self.dims_last and made.is_contiguous():
-            made = made.contiguous(memory_format=FORMATS[made.dim()])
+        made = stand_in(t, t.device, channels_last=t.dim() in self.dims_last and t.is_contiguous())
         return made.requires_grad_(grad and t.requires_grad)

@@ -1,10 +1,9 @@
 """The memory format of convolutions over volumes in captured graphs, and the kernels that compute them.
 
 Inductor computes convolutions of images in channels_last wherever it expects that to be faster; those of volumes it
-leaves in the format of the model, in which cuDNN is often several times slower. So they are timed in both formats while
-a graph is compiled, and in inference kgopt's own kernels beside cuDNN's in channels_last. Where the sum is clearly
-smaller, each convolution is given its input in channels_last; what is between them follows. Results of the graph have
-the format that they had.
+leaves in the format of the model. So they are timed in both formats while a graph is compiled, and in inference kgopt's
+own kernels beside cuDNN's in channels_last. Where the sum is smaller by more than a tenth, each convolution is given
+its input in channels_last; what is between them follows. Results of the graph have the format that they had.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from kgopt.rewrite import clocks, originals, verdicts
@@ -25,8 +23,9 @@ from kgopt.torch_private import outside_of_tracing
 
 MARGIN = 0.9  # of the time in the model's format: what is between convolutions is not measured
 _FORMAT = torch.channels_last_3d
-_CONVS: dict[Any, Any] = {f: f for f in (torch.conv3d, torch.conv_transpose3d) if originals.is_torchs(f)}
-_CONVS |= {f: g for f, g in ((F.conv3d, torch.conv3d), (F.conv_transpose3d, torch.conv_transpose3d)) if g in _CONVS}
+# F.conv3d is the same function.
+_CONVS: dict[Any, str] = {torch.conv3d: "conv3d", torch.conv_transpose3d: "conv_transpose3d"}
+_CONVS = {f: name for f, name in _CONVS.items() if originals.is_torchs(f)}
 _MEASURES_ON = ("cuda",)
 
 
@@ -51,7 +50,7 @@ class Volumes:
         left = {node: option for node, option in self.options.items() if node.users}  # others became parts of sites
         for node, option in left.items():
             with graph.inserting_before(node):
-                x = node.all_input_nodes[0]
+                x = _input(node)
                 last = graph.call_method("contiguous", (x,), {"memory_format": _FORMAT})
                 added.append(last)
                 node.replace_input_with(x, last)
@@ -67,16 +66,20 @@ class Volumes:
             for last in added:
                 last.replace_all_uses_with(last.args[0])  # type: ignore[arg-type]
                 graph.erase_node(last)
-            self.options = {}
             return ""
         for node, _ in replaced:
             graph.erase_node(node)
         return f"{len(left)} convolutions of volumes in channels_last, {len(replaced)} of them by kgopt"
 
 
+def _input(node: fx.Node) -> fx.Node:
+    """What a convolution reads, however its arguments are given."""
+    return node.args[0] if node.args else node.kwargs["input"]  # type: ignore[return-value]
+
+
 def _own(graph: fx.Graph, node: fx.Node, option: str) -> fx.Node:
     """The convolution by kgopt's op."""
-    found = geometry_of(_CONVS[node.target], node.args, dict(node.kwargs))
+    found = geometry_of(node.target, node.args, dict(node.kwargs))
     assert found is not None  # it was measured
     tracer = fx.proxy.GraphAppendingTracer(graph)
     (x, *more), argument = found
@@ -109,19 +112,17 @@ def _runs(graph_module: fx.GraphModule) -> bool:
             Run(graph_module).run(*map(_leaf, inputs))
     except Exception:  # what a model's code raises where a view is no view any more
         return False
-    for node, y in made.items():
-        before = value(node)
-        if isinstance(before, Tensor) and (before.shape, before.dtype) != (y.shape, y.dtype):
-            return False
-    for node, y in made.items():
-        before = value(node)
-        if isinstance(before, Tensor) and before.stride() != y.stride():
-            if not before.is_contiguous():
-                return False
-            with graph.inserting_before(output):
-                plain = graph.call_method("contiguous", (node,))
-            plain.meta.update(node.meta)
-            output.replace_input_with(node, plain)
+    tensors = [(node, value(node), y) for node, y in made.items() if isinstance(value(node), Tensor)]
+    if any((before.shape, before.dtype) != (y.shape, y.dtype) for _, before, y in tensors):
+        return False
+    moved = [(node, before) for node, before, y in tensors if before.stride() != y.stride()]
+    if not all(before.is_contiguous() for _, before in moved):
+        return False
+    for node, _ in moved:
+        with graph.inserting_before(output):
+            plain = graph.call_method("contiguous", (node,))
+        plain.meta.update(node.meta)
+        output.replace_input_with(node, plain)
     return True
 
 
@@ -154,11 +155,11 @@ def _measured(node: fx.Node, grad: bool) -> _Times | None:
     tensors = [value(n) for n in node.all_input_nodes]
     if not tensors or not all(map(is_known, tensors)) or any(t.device.type not in _MEASURES_ON for t in tensors):
         return None
-    if tensors[0].dim() != 5:
+    if value(_input(node)).dim() != 5:
         return None
     kinds = [t if grad else t.detach() for t in tensors]
     rest = fx.map_arg(given, lambda n: f"%{node.all_input_nodes.index(n)}")
-    key = verdicts.key_of("volume", tensors[0].device, _CONVS[node.target].__name__, rest, kinds, grad)
+    key = verdicts.key_of("volume", tensors[0].device, _CONVS[node.target], rest, kinds, grad)
 
     def measure() -> list[Any] | None:
         # Whatever a convolution raises: PyTorch will raise it again, or memory is short.
@@ -188,7 +189,7 @@ class _Convolution:
     """A call of the graph, on tensors of its sizes."""
 
     def __init__(self, node: fx.Node, channels_last: bool, grad: bool) -> None:
-        self.function: Any = _CONVS[node.target]
+        self.function: Any = node.target
         made = {n: stand_in(value(n), value(n).device, channels_last) for n in node.all_input_nodes}
         self.wanted = [t.requires_grad_() for n, t in made.items() if grad and value(n).requires_grad]
         self.args, self.kwargs = fx.map_arg((node.args, dict(node.kwargs)), made.__getitem__)  # type: ignore[misc, arg-type]

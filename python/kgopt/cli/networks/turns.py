@@ -48,13 +48,16 @@ class Turns:
             self._waiting.value = 0
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """A worker's whole row, but for what is in ``alone``."""
-        self._take("work", fcntl.LOCK_SH)
+    def _held(self, name: str, how: int) -> Iterator[None]:
+        self._take(name, how)
         try:
             yield
         finally:
-            self._take("work", fcntl.LOCK_UN)
+            self._take(name, fcntl.LOCK_UN)
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """A worker's whole row, but for what is in ``alone``."""
+        return self._held("work", fcntl.LOCK_SH)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -71,14 +74,6 @@ class Turns:
             self._is_alone = False
             self._take("work", fcntl.LOCK_SH)
 
-    @contextlib.contextmanager
-    def short(self) -> Iterator[None]:
+    def short(self) -> contextlib.AbstractContextManager[None]:
         """Inside of ``together`` or ``alone``; others may compile."""
-        if self._is_alone:
-            yield
-            return
-        self._take("gpu", fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            self._take("gpu", fcntl.LOCK_UN)
+        return contextlib.nullcontext() if self._is_alone else self._held("gpu", fcntl.LOCK_EX)
