@@ -6,9 +6,9 @@
 A step is forward, loss, backward and dropping the gradients; fp16 autocast goes through a GradScaler. Milliseconds of a
 step by the clock, several in a row; ``gpu_ms`` is the GPU's work, launches hidden. MiB is the largest
 ``memory_allocated`` in a step, weights and their gradients included. Ways: eager, compile, backend
-(``backend="kgopt"``), optimize, "optimize recompute", "optimize compile". Holders are the bytes that are allocated at
-that moment, by the code that asked for them (the first line outside of PyTorch, where Python asked; "autograd" where
-the backward's C++ did).
+(``backend="kgopt"``), "backend recompute", optimize, "optimize recompute", "optimize compile". Holders are the bytes
+that are allocated at that moment, by the code that asked for them (the first line outside of PyTorch, where Python
+asked; "autograd" where the backward's C++ did).
 """
 
 from __future__ import annotations
@@ -162,8 +162,11 @@ def prepare(way: str, model: nn.Module, x: torch.Tensor, dtype: str) -> nn.Modul
     """A model that a way made of another one."""
     if way == "eager":
         return model
-    if way in ("compile", "backend"):
-        return torch.compile(model, backend="inductor" if way == "compile" else "kgopt")  # type: ignore[return-value]
+    if way == "compile":
+        return torch.compile(model)  # type: ignore[return-value]
+    if way.startswith("backend"):
+        options = {"kgopt.recompute": True} if "recompute" in way else None
+        return torch.compile(model, backend="kgopt", options=options)  # type: ignore[return-value]
     half = None if dtype == "tf32" else getattr(torch, dtype)
     with torch.autocast("cuda", half or torch.bfloat16, enabled=half is not None):
         kgopt.optimize(model, x, recompute="recompute" in way)

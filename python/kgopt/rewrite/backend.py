@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from kgopt._scale_shift import fits
 from kgopt.rewrite import emit, functional_norms, originals, policy, upsampled_graphs, volumes
@@ -47,6 +48,10 @@ _NORMS = {f: n for f, n in ((F.group_norm, "group"), (F.instance_norm, "instance
 _PRODUCTS = {f: f is operator.imul for f in (operator.mul, operator.imul, torch.mul) if originals.is_torchs(f)}
 _ADDCMUL = torch.addcmul if originals.is_torchs(torch.addcmul) else None
 _ARITHMETIC_METHODS = {"add": "add", "add_": "add", "mul": "mul", "mul_": "mul", "addcmul": "addcmul"}
+_KEEP_THEIR_INPUT = tuple(
+    getattr(torch.ops.kgopt, name).default
+    for name in ("group_norm", "group_norm_fwd", "group_norm_prelu", "channel_norm")
+)
 _PRELU = F.prelu if originals.is_torchs(F.prelu) else None
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -68,21 +73,22 @@ def kgopt_backend(
         graph: what Dynamo captured.
         example_inputs: fake or real inputs of it.
         mode: as in ``torch.compile``.
-        options: Inductor's, and ``{"kgopt.always": True}``, which takes kgopt's ops where
-            :mod:`~kgopt.rewrite.policy` would not (on the CPU).
+        options: Inductor's, and two of kgopt's. ``{"kgopt.always": True}`` takes its ops where
+            :mod:`~kgopt.rewrite.policy` would not (on the CPU). ``{"kgopt.recompute": True}``: in training the results
+            of norms and their activations are not kept for the backward, which computes them again.
         kwargs: what else torch.compile hands to Inductor.
 
     Returns:
         The compiled function.
     """
     config = dict(options or {})
-    always = bool(config.pop("kgopt.always", False))
-    rewrite_graph(graph, always=always)
+    always, recompute = (bool(config.pop(f"kgopt.{name}", False)) for name in ("always", "recompute"))
+    rewrite_graph(graph, always, recompute)
     return compile_graph(graph, example_inputs, mode, config, **kwargs)
 
 
-def rewrite_graph(graph_module: fx.GraphModule, always: bool = False) -> Report:
-    """Replaces chains of a Dynamo graph by kgopt's ops, in place."""
+def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute: bool = False) -> Report:
+    """Replaces chains of a Dynamo graph by kgopt's ops, in place; both options as in :func:`kgopt_backend`."""
     global last_report
     graph = graph_module.graph
     report, glue = Report(), []
@@ -94,7 +100,7 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False) -> Report:
     contest = None if always else Contest(functools.partial(_write_all, dims_last), dims_last)
     for found in _Reader(graph_module, dims_last).matches():
         row = SiteRow(found.norm.origin.name, found.chain.label, "")
-        row.reason = _Writer(graph_module, found, always).replace(contest)
+        row.reason = _Writer(graph_module, found, always, recompute).replace(contest)
         if not row.reason:
             row.became = found.chain.becomes
         report.sites.append(row)
@@ -226,10 +232,11 @@ def _holds_node(argument: Any) -> bool:
 class _Writer:
     """Replaces one chain in the graph, or says why not."""
 
-    def __init__(self, graph_module: fx.GraphModule, found: Match, always: bool) -> None:
+    def __init__(self, graph_module: fx.GraphModule, found: Match, always: bool, recompute: bool = False) -> None:
         self.graph = graph_module.graph
         self.found = found
         self.always = always
+        self.recompute = recompute
         self.first: fx.Node = found.nodes[0].origin
         self.last: fx.Node = found.last.origin
         self.x: fx.Node = self.first.args[0]  # type: ignore[assignment]
@@ -385,10 +392,15 @@ class _Writer:
         return None
 
     def _call(self, function: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(function, args)
+        # A norm's input is kept for its own gradient anyway; a sum's other part is not.
+        again = self.recompute and function in _KEEP_THEIR_INPUT and not self.found.added
+        # Caches of compiled code know the names of nodes, and not what else is said of them.
+        node = self.graph.create_node("call_function", function, args, name="computed_again" if again else None)
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self.last.meta:
                 node.meta[key] = self.last.meta[key]
+        if again:  # for AOTAutograd's partitioner
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
         return node
 
 

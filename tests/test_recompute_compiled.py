@@ -1,0 +1,85 @@
+"""``torch.compile(backend="kgopt", options={"kgopt.recompute": True})``: what the compiled forward keeps."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import kgopt
+
+SIZE = 12
+
+
+def a_norm(kind):
+    return {
+        "group": lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU()),
+        "instance": lambda: nn.Sequential(nn.InstanceNorm2d(4, affine=True), nn.LeakyReLU(0.1)),
+        "prelu": lambda: nn.Sequential(nn.GroupNorm(4, 4), nn.PReLU(4)),
+        "in front": lambda: nn.Sequential(nn.GELU(), nn.GroupNorm(2, 4)),
+    }[kind]()
+
+
+def a_net(kind):
+    return nn.Sequential(nn.Conv2d(3, 4, 3), a_norm(kind), nn.Conv2d(4, 4, 3), a_norm(kind), nn.Conv2d(4, 2, 3))
+
+
+class Sum(nn.Module):
+    """A sum behind the norm: ReLU's slope follows from the result, which is kept in any case."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(torch.relu(self.norm(h) + h))
+
+
+def step(model, x, **options):
+    """The result, gradients, and the images that autograd keeps from forward to backward."""
+    torch._dynamo.reset()
+    model, x = copy.deepcopy(model), x.clone().requires_grad_()
+    run = torch.compile(model, backend="kgopt", options={"kgopt.always": True, **options})
+    kept = []
+
+    def pack(t):
+        kept.append(tuple(t.shape))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = run(x)
+    y.square().sum().backward()
+    images = [shape for shape in kept if len(shape) == 4 and shape[0] == len(x) and shape[2] > SIZE - 6]
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())], images
+
+
+@pytest.mark.parametrize("kind", ["group", "instance", "prelu", "in front"])
+def test_results_of_norms_are_not_kept(kind, device):
+    model, x = a_net(kind).to(device), torch.randn(2, 3, SIZE, SIZE, device=device)
+    before, kept_before = step(model, x)
+    after, kept_after = step(model, x, **{"kgopt.recompute": True})
+    assert all(row.became for row in kgopt.rewrite.backend.last_report.sites)
+    # The input, and of each of two norms its input and its result; without the results.
+    assert len(kept_before) == 5
+    assert len(kept_after) == 3
+    for a, b in zip(before, after, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_sum_s_result_is_kept_as_before(device):
+    model, x = Sum().to(device), torch.randn(2, 3, SIZE, SIZE, device=device)
+    before, kept_before = step(model, x)
+    after, kept_after = step(model, x, **{"kgopt.recompute": True})
+    assert len(kept_after) == len(kept_before)
+    for a, b in zip(before, after, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_inference_takes_the_option():
+    model, x = a_net("group").eval(), torch.randn(2, 3, SIZE, SIZE)
+    run = torch.compile(model, backend="kgopt", options={"kgopt.always": True, "kgopt.recompute": True})
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), model(x))
