@@ -253,7 +253,7 @@ def test_a_process_measures_and_is_ended(tmp_path):
         (["--dtype", "int8"], "--dtype has 'int8'"),
         (["--ways", "eager,faster"], "--ways has 'faster'"),
         (["--shard", "3/2"], "--shard is '3/2'"),
-        (["--jobs", "2"], "--jobs is not for suite zoo"),
+        (["--jobs", "0"], "--jobs is 0, expected at least 1"),
         (["--resume"], "--resume continues the file of --json"),
         (["--case", "HighResNet", "--dtype", "training"], "leaves nothing of 1 networks"),
     ],
