@@ -364,7 +364,9 @@ class _Writer:
         chain, before = self.found.chain, _value(self.last)
         autocast = torch.is_autocast_enabled(x.device.type) or uses_autocast(self.graph)
         with self.graph.inserting_before(self.last):
-            y = emit_kgopt(chain, self._call, self.x, x.dim(), conv, norm, fold_pre=not autocast, added=self._added())
+            call_norm = self._call_without_autocast if autocast and self._keeps_dtype() else self._call
+            given = (self.x, x.dim(), conv, norm, not autocast, call_norm, self._added())
+            y = emit_kgopt(chain, self._call, *given)
             # PyTorch's GroupNorm on CUDA gives a contiguous tensor, which later nodes may count on.
             as_it_was = emit.as_torch_is_contiguous(chain, x.device)
             if as_it_was and not x.is_contiguous():
@@ -377,6 +379,26 @@ class _Writer:
         for node in reversed(self.others):
             if not node.users:
                 self.graph.erase_node(node)
+
+    def _keeps_dtype(self) -> bool:
+        """Whether a norm gives half precision under autocast on CUDA; by the rule of kgopt's ops it gives float32.
+
+        PyTorch's instance norm has no rule. Its GroupNorm gives float32, which a convolution would convert.
+        """
+        norm: fx.Node = self.found.norm.origin
+        if isinstance(self.found.norm, ChannelNorm) or self.found.chain.has_prelu:
+            return False
+        x, normed, result = (_value(n) for n in (norm.args[0], norm, self.last))
+        if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
+            return False
+        if normed.dtype is x.dtype:
+            return result.dtype is x.dtype
+        if uses_autocast(self.graph) or torch.get_autocast_dtype("cuda") is not x.dtype or self.found.added:
+            return False
+        return bool(self.last.users) and all(reader.target in _CONVS for reader in self.last.users)
+
+    def _call_without_autocast(self, function: Any, *args: Any) -> fx.Node:
+        return self._call(emit.without_autocast, function, *args)
 
     def _added(self) -> Any:
         """What a sum adds."""
@@ -393,7 +415,8 @@ class _Writer:
 
     def _call(self, function: Any, *args: Any) -> fx.Node:
         # A norm's input is kept for its own gradient anyway; a sum's other part is not.
-        again = self.recompute and function in _KEEP_THEIR_INPUT and not self.found.added
+        op = args[0] if function is emit.without_autocast else function
+        again = self.recompute and op in _KEEP_THEIR_INPUT and not self.found.added
         # Caches of compiled code know the names of nodes, and not what else is said of them.
         node = self.graph.create_node("call_function", function, args, name="computed_again" if again else None)
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):

@@ -1,0 +1,146 @@
+"""``torch.compile(backend="kgopt")`` under autocast on CUDA: which norms give half precision."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kgopt.rewrite import backend
+
+
+def instance(x, w, b, k):
+    return F.leaky_relu(F.instance_norm(x, weight=w, bias=b))
+
+
+def instance_and_conv(x, w, b, k):
+    return F.conv2d(F.relu(F.instance_norm(x, weight=w, bias=b)), k)
+
+
+def instance_in_fp32(x, w, b, k):
+    return F.softplus(F.instance_norm(x, weight=w, bias=b))
+
+
+def group(x, w, b, k):
+    return F.silu(F.group_norm(x, 4, w, b))
+
+
+def group_and_conv(x, w, b, k):
+    return F.conv2d(F.silu(F.group_norm(x, 4, w, b)), k)
+
+
+def group_read_twice(x, w, b, k):
+    y = F.silu(F.group_norm(x, 4, w, b))
+    return F.conv2d(y, k) + y
+
+
+def group_as_weight(x, w, b, k):
+    y = F.silu(F.group_norm(x, 4, w, b))
+    return F.conv2d(y, y)
+
+
+@pytest.fixture
+def autocast_without_a_gpu():
+    """The state that ``torch.autocast("cuda", torch.float16)`` sets where there is a GPU."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.float16)
+    yield
+    torch.set_autocast_enabled("cuda", before[0])
+    torch.set_autocast_dtype("cuda", before[1])
+
+
+def captured(function, mode, *tensors):
+    """A graph as Dynamo gives it: fake tensors as examples."""
+    traced = fx.symbolic_trace(function)
+    made = {}
+
+    class Run(fx.Interpreter):
+        def run_node(self, n):
+            made[n] = super().run_node(n)
+            return made[n]
+
+    with mode:
+        Run(traced).run(*tensors)
+    for node, y in made.items():
+        if node.op != "output":
+            node.meta["example_value"] = y
+    return traced
+
+
+@pytest.mark.parametrize(
+    ("function", "halves"),
+    [
+        (instance, True),
+        (instance_and_conv, True),
+        (instance_in_fp32, False),
+        (group, False),
+        (group_and_conv, True),
+        (group_read_twice, False),
+        (group_as_weight, True),
+    ],
+)
+def test_dtypes_are_pytorch_s(function, halves, autocast_without_a_gpu):
+    mode = FakeTensorMode()
+    with mode:
+        x = torch.empty(2, 8, 6, 6, dtype=torch.float16, device="cuda")
+        w, k = torch.empty(8, device="cuda"), torch.empty(8, 8, 1, 1, device="cuda")
+        wanted = function(x, w, w, k)
+    graph = captured(function, mode, x, w, w, k)
+    report = backend.rewrite_graph(graph, always=True)
+    assert [bool(row.became) for row in report.sites] == [True], report
+    seen = []
+
+    class Run(fx.Interpreter):
+        def call_function(self, target, args, kwargs):
+            y = super().call_function(target, args, kwargs)
+            if "kgopt" in str(target) or "without_autocast" in str(target):
+                seen.append(y.dtype)
+            return y
+
+    with mode:
+        y = Run(graph).run(x, w, w, k)
+    assert y.dtype is wanted.dtype
+    assert seen == [torch.float16 if halves else torch.float32]
+
+
+class Net(nn.Module):
+    """Two norms of a kind; softplus is a function that autocast has in fp32."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.second = nn.Conv3d(2, 8, 3), nn.Conv3d(8, 4, 3)
+        self.norm, self.last = norm(8), norm(4)
+
+    def forward(self, x):
+        return F.silu(self.last(self.second(F.leaky_relu(self.norm(self.first(x))))))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("norm", [lambda c: nn.GroupNorm(2, c), lambda c: nn.InstanceNorm3d(c, affine=True)])
+def test_training_under_autocast(norm, recompute):
+    model = Net(norm).cuda()
+    x = torch.randn(2, 2, 12, 12, 12, device="cuda")
+
+    def step(run, of, dtype=torch.float16):
+        of.zero_grad()
+        with torch.autocast("cuda", dtype, enabled=dtype is torch.float16):
+            y = run(x.to(torch.float64) if dtype is torch.float64 else x)
+        y.double().square().mean().backward()
+        return [y.detach(), *(p.grad.clone() for p in of.parameters())]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="kgopt", options={"kgopt.recompute": recompute})
+    expected = step(model, model)
+    found = step(compiled, model)
+    wide = copy.deepcopy(model).double()
+    exact = step(wide, wide, torch.float64)
+    for y, plain, right in zip(found, expected, exact, strict=True):
+        assert y.dtype is plain.dtype
+        error, allowed = ((t.double() - right).abs().max() for t in (y, plain))
+        assert error <= 2 * allowed + 1e-3 * right.abs().max()
