@@ -364,14 +364,15 @@ class _Writer:
         chain, before = self.found.chain, _value(self.last)
         autocast = torch.is_autocast_enabled(x.device.type) or uses_autocast(self.graph)
         with self.graph.inserting_before(self.last):
-            call_norm = self._call_without_autocast if autocast and self._keeps_dtype() else self._call
+            half = self._half_precision() if autocast else None
+            call_norm = self._call if half is None else self._call_without_autocast
             given = (self.x, x.dim(), conv, norm, not autocast, call_norm, self._added())
             y = emit_kgopt(chain, self._call, *given)
             # PyTorch's GroupNorm on CUDA gives a contiguous tensor, which later nodes may count on.
             as_it_was = emit.as_torch_is_contiguous(chain, x.device)
             if as_it_was and not x.is_contiguous():
                 y = self.graph.call_method("contiguous", (y,))
-        y.meta["example_value"] = before
+        y.meta["example_value"] = before if half is None else before.to(half)
         self.last.replace_all_uses_with(y)
         for found in reversed(self.found.nodes):
             if not found.origin.users:
@@ -380,22 +381,25 @@ class _Writer:
             if not node.users:
                 self.graph.erase_node(node)
 
-    def _keeps_dtype(self) -> bool:
-        """Whether a norm gives half precision under autocast on CUDA; by the rule of kgopt's ops it gives float32.
+    def _half_precision(self) -> torch.dtype | None:
+        """What a norm gives under autocast on CUDA; None: float32, the rule of kgopt's ops.
 
         PyTorch's instance norm has no rule. Its GroupNorm gives float32, which a convolution would convert.
         """
-        norm: fx.Node = self.found.norm.origin
-        if isinstance(self.found.norm, ChannelNorm) or self.found.chain.has_prelu:
-            return False
-        x, normed, result = (_value(n) for n in (norm.args[0], norm, self.last))
-        if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
-            return False
+        norm, chain = self.found.norm, self.found.chain
+        if isinstance(norm, ChannelNorm) or chain.has_prelu:
+            return None
+        x, normed, result = (_value(n) for n in (norm.origin.args[0], norm.origin, self.last))
+        if not all(isinstance(t, Tensor) and t.is_cuda for t in (x, normed, result)):
+            return None
+        if x.dtype not in (torch.float16, torch.bfloat16):
+            return None
         if normed.dtype is x.dtype:
-            return result.dtype is x.dtype
-        if uses_autocast(self.graph) or torch.get_autocast_dtype("cuda") is not x.dtype or self.found.added:
-            return False
-        return bool(self.last.users) and all(reader.target in _CONVS for reader in self.last.users)
+            return x.dtype if result.dtype is x.dtype else None
+        if uses_autocast(self.graph) or torch.get_autocast_dtype("cuda") is not x.dtype or chain.added or chain.reduce:
+            return None
+        readers = list(self.last.users)
+        return x.dtype if readers and all(reader.target in _CONVS for reader in readers) else None
 
     def _call_without_autocast(self, function: Any, *args: Any) -> fx.Node:
         return self._call(emit.without_autocast, function, *args)
