@@ -109,7 +109,7 @@ def test_dtypes_are_pytorch_s(function, halves, autocast_without_a_gpu):
 
 
 class Net(nn.Module):
-    """Two norms of a kind; softplus is a function that autocast has in fp32."""
+    """Two norms of a kind: one that a convolution reads, one that gives the result."""
 
     def __init__(self, norm):
         super().__init__()

@@ -48,10 +48,10 @@ _NORMS = {f: n for f, n in ((F.group_norm, "group"), (F.instance_norm, "instance
 _PRODUCTS = {f: f is operator.imul for f in (operator.mul, operator.imul, torch.mul) if originals.is_torchs(f)}
 _ADDCMUL = torch.addcmul if originals.is_torchs(torch.addcmul) else None
 _ARITHMETIC_METHODS = {"add": "add", "add_": "add", "mul": "mul", "mul_": "mul", "addcmul": "addcmul"}
-_KEEP_THEIR_INPUT = tuple(
+_KEEP_THEIR_INPUT = {
     getattr(torch.ops.kgopt, name).default
     for name in ("group_norm", "group_norm_fwd", "group_norm_prelu", "channel_norm")
-)
+}
 _PRELU = F.prelu if originals.is_torchs(F.prelu) else None
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -75,7 +75,8 @@ def kgopt_backend(
         mode: as in ``torch.compile``.
         options: Inductor's, and two of kgopt's. ``{"kgopt.always": True}`` takes its ops where
             :mod:`~kgopt.rewrite.policy` would not (on the CPU). ``{"kgopt.recompute": True}``: in training the results
-            of norms and their activations are not kept for the backward, which computes them again.
+            of norms and their activations are not kept for the backward, which computes them again; those of sums
+            behind norms are.
         kwargs: what else torch.compile hands to Inductor.
 
     Returns:
@@ -365,9 +366,9 @@ class _Writer:
         autocast = torch.is_autocast_enabled(x.device.type) or uses_autocast(self.graph)
         with self.graph.inserting_before(self.last):
             half = self._half_precision() if autocast else None
-            call_norm = self._call if half is None else self._call_without_autocast
-            given = (self.x, x.dim(), conv, norm, not autocast, call_norm, self._added())
-            y = emit_kgopt(chain, self._call, *given)
+            call_norm = None if half is None else functools.partial(self._call, emit.without_autocast)
+            given = (self.x, x.dim(), conv, norm)
+            y = emit_kgopt(chain, self._call, *given, not autocast, call_norm, self._added())
             # PyTorch's GroupNorm on CUDA gives a contiguous tensor, which later nodes may count on.
             as_it_was = emit.as_torch_is_contiguous(chain, x.device)
             if as_it_was and not x.is_contiguous():
@@ -396,13 +397,12 @@ class _Writer:
             return None
         if normed.dtype is x.dtype:
             return x.dtype if result.dtype is x.dtype else None
-        if uses_autocast(self.graph) or torch.get_autocast_dtype("cuda") is not x.dtype or chain.added or chain.reduce:
+        if uses_autocast(self.graph) or torch.get_autocast_dtype("cuda") is not x.dtype:
+            return None
+        if chain.added or chain.reduce or chain.is_modulated:  # what they compute in float32 would be rounded before
             return None
         readers = list(self.last.users)
         return x.dtype if readers and all(reader.target in _CONVS for reader in readers) else None
-
-    def _call_without_autocast(self, function: Any, *args: Any) -> fx.Node:
-        return self._call(emit.without_autocast, function, *args)
 
     def _added(self) -> Any:
         """What a sum adds."""
