@@ -6,9 +6,10 @@
 A step is forward, loss, backward and dropping the gradients; fp16 autocast goes through a GradScaler. Milliseconds of a
 step by the clock, several in a row; ``gpu_ms`` is the GPU's work, launches hidden. MiB is the largest
 ``memory_allocated`` in a step, weights and their gradients included. Ways: eager, compile, backend
-(``backend="kgopt"``), "backend recompute", optimize, "optimize recompute", "optimize compile". Holders are the bytes
-that are allocated at that moment, by the code that asked for them (the first line outside of PyTorch, where Python
-asked; "autograd" where the backward's C++ did).
+(``backend="kgopt"``), "backend recompute", optimize, "optimize recompute", "optimize compile"; with "graph" behind one
+that is not compiled, the network's forward and backward are CUDA graphs (``make_graphed_callables``), whose pool is in
+MiB, too. Holders are the bytes that are allocated at that moment, by the code that asked for them (the first line
+outside of PyTorch, where Python asked; "autograd" where the backward's C++ did).
 """
 
 from __future__ import annotations
@@ -94,12 +95,17 @@ def first(outputs: Any) -> torch.Tensor:
     return outputs
 
 
-def make_step(model: nn.Module, x: torch.Tensor, dtype: str) -> Callable[[], None]:
+def autocast(dtype: str, way: str) -> torch.autocast:
+    """Autocast of a row. With graphs it may not keep casts of weights from call to call."""
     half = None if dtype == "tf32" else getattr(torch, dtype)
-    scaler = torch.amp.GradScaler("cuda", enabled=half is torch.float16)
+    return torch.autocast("cuda", half or torch.bfloat16, enabled=half is not None, cache_enabled="graph" not in way)
+
+
+def make_step(model: nn.Module, x: torch.Tensor, dtype: str, way: str) -> Callable[[], None]:
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == "float16")
 
     def step() -> None:
-        with torch.autocast("cuda", half or torch.bfloat16, enabled=half is not None):
+        with autocast(dtype, way):
             loss = first(model(x)).float().square().mean()
         scaler.scale(loss).backward()
         model.zero_grad(set_to_none=True)
@@ -158,8 +164,18 @@ def holders(step: Callable[[], None]) -> tuple[float, list[tuple[str, float]]]:
     return (base + peak) / MIB, [(who, size / MIB) for who, size in by.most_common()]
 
 
+def pools_of_graphs() -> float:
+    """MiB that CUDA graphs hold for themselves, whether a replay is running or not."""
+    segments = torch.cuda.memory._snapshot()["segments"]
+    return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0)) / MIB
+
+
 def prepare(way: str, model: nn.Module, x: torch.Tensor, dtype: str) -> nn.Module:
     """A model that a way made of another one."""
+    if way.endswith(" graph"):
+        model = prepare(way.removesuffix(" graph"), model, x, dtype)
+        with autocast(dtype, way):
+            return torch.cuda.make_graphed_callables(model, (x.clone(),))  # type: ignore[no-any-return]
     if way == "eager":
         return model
     if way == "compile":
@@ -167,8 +183,7 @@ def prepare(way: str, model: nn.Module, x: torch.Tensor, dtype: str) -> nn.Modul
     if way.startswith("backend"):
         options = {"kgopt.recompute": True} if "recompute" in way else None
         return torch.compile(model, backend="kgopt", options=options)  # type: ignore[return-value]
-    half = None if dtype == "tf32" else getattr(torch, dtype)
-    with torch.autocast("cuda", half or torch.bfloat16, enabled=half is not None):
+    with autocast(dtype, way):
         kgopt.optimize(model, x, recompute="recompute" in way)
     return torch.compile(model) if "compile" in way.split() else model  # type: ignore[return-value]
 
@@ -202,12 +217,15 @@ def main() -> None:
                 try:
                     model = prepare(way, copy.deepcopy(original), x, dtype)
                     row["seconds"] = time.perf_counter() - start
-                    step = make_step(model, x, dtype)
+                    step = make_step(model, x, dtype, way)
                     for _ in range(3):
                         step()
                     row["ms"] = milliseconds(step)
                     row["gpu_ms"] = gpu_time(step, x.device, 100.0).median_us / 1e3
                     row["MiB"], row["holders"] = holders(step)
+                    if "graph" in way:
+                        row["graph_MiB"] = pools_of_graphs()
+                        row["MiB"] += row["graph_MiB"]
                     line = f"{row['ms']:.1f} ms ({row['gpu_ms']:.1f} on the GPU), {row['MiB']:.0f} MiB"
                     if "optimize" in way:
                         row["report"] = [str(getattr(kgopt.report(model), k, "")) for k in ("layout", "whole", "clock")]

@@ -43,6 +43,11 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
     return _Join.apply(*tensors)  # type: ignore[no-any-return]
 
 
+def again(*tensors: Tensor) -> Tensor:
+    """:func:`join` for a backward that computes it again."""
+    return cat_channels_last(tensors)
+
+
 def tensors_of(is_plain: Callable[[Any], bool], args: Any, kwargs: Any) -> tuple[Tensor, ...] | None:
     """What a call of ``torch.cat`` joins, where :func:`join` can do it."""
     call = cat_of(lambda t: is_plain(t) and t.dim() in FORMATS, args, kwargs)

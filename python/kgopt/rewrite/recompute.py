@@ -1,10 +1,11 @@
 """Results of norms that the backward computes again instead of keeping them.
 
 What a norm and its activation give is kept by the convolution behind it, for the gradient of its weight. It is one
-read and one write away from the norm's input, which the norm's own gradient needs anyway. So while the forward of a
-root runs with gradients, each site says which of its results can be had again, and from what (:func:`offer`); hooks for
-saved tensors (``torch.autograd.graph.saved_tensors_hooks``) keep that recipe wherever autograd wants to keep such a
-result, whoever wants it. The backward gets the same bits from the same op. All else is kept as without hooks.
+read and one write away from the norm's input, which the norm's own gradient needs anyway. The same holds for the sum
+behind a norm, and for a concatenation of such results. So while the forward of a root runs with gradients, each site
+says which of its results can be had again, and from what (:func:`offer`); hooks for saved tensors
+(``torch.autograd.graph.saved_tensors_hooks``) keep that recipe wherever autograd wants to keep such a result, whoever
+wants it. The backward gets the same bits from the same op. All else is kept as without hooks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kgopt.rewrite.watching import is_watched
 from kgopt.torch_private import may_hook_saved_tensors, version_of
 
 _PLAIN = (Tensor, nn.Parameter)
+DEPTH = 2  # results that stand one on the other: a chain of sums would be computed again from its start, block by block
 
 
 @dataclass
@@ -63,17 +65,16 @@ class _Kept:
 class _Recipe:
     """A result that is computed again from what is kept."""
 
-    __slots__ = ("contiguous", "op", "parameters", "rest", "x")
+    __slots__ = ("again", "contiguous", "depth", "is_counted", "operands")
 
-    def __init__(self, op: Callable[..., Tensor], x: Any, parameters: tuple[Any, ...], rest: Any, contiguous: bool):
-        self.op, self.x, self.parameters, self.rest, self.contiguous = op, x, parameters, rest, contiguous
+    def __init__(self, again: Callable[..., Tensor], operands: list[Any], depth: int, contiguous: bool) -> None:
+        self.again, self.operands, self.depth, self.contiguous = again, operands, depth, contiguous
+        self.is_counted = False
 
     def value(self) -> Tensor:
         """The result, once more: as it was made, in memory of its own."""
-        weight, bias = (None if p is None else p.value() for p in self.parameters)
-        groups, eps, act = self.rest
         with torch.no_grad():
-            y = self.op(self.x.value(), groups, weight, bias, eps, act)
+            y = self.again(*(None if o is None else o.value() for o in self.operands))
             return y.contiguous() if self.contiguous else y
 
 
@@ -104,25 +105,24 @@ _now = _Results()
 
 
 def offer(
-    y: Tensor,
-    op: Callable[..., Tensor],
-    x: Tensor,
-    groups: int,
-    weight: Any,
-    bias: Any,
-    eps: float,
-    act: str,
-    made: Any,
+    y: Tensor, made: Any, again: Callable[..., Tensor], kept: tuple[Any, ...], more: tuple[Any, ...] = (), step: int = 1
 ) -> None:
-    """Says that ``op(x, groups, weight, bias, eps, act)`` gave ``made``, which the code goes on with as ``y``.
+    """Says that ``again(*kept, *more)`` gave ``made``, which the code goes on with as ``y``.
 
-    Only where a gradient goes through y, so that x is kept anyway.
+    ``kept``: tensors, or None, that autograd keeps anyway where a gradient goes through y. ``more``: those that it does
+    not; keeping one of them instead of y gains something where another one is computed again. ``step``: what it adds to
+    the results that stand one on the other.
     """
     if _now.offered is None or y.grad_fn is None or y.numel() == 0 or y.storage_offset():
         return
-    parameters = tuple(None if p is None else _Kept(p) for p in (weight, bias))
-    recipe = _Recipe(op, _pack(x), parameters, (groups, eps, act), y is not made)
-    _now.offered[y.untyped_storage().data_ptr()] = weakref.ref(y), version_of(y), recipe
+    operands = [None if t is None else _pack(t) for t in kept + more]
+    views = [o for o in operands if type(o) is _View]
+    if more and not any(type(o) is _View for o in operands[len(kept) :]):
+        return
+    depth = step + max((v.recipe.depth for v in views), default=0)
+    if depth <= DEPTH:
+        recipe = _Recipe(again, operands, depth, y is not made)
+        _now.offered[y.untyped_storage().data_ptr()] = weakref.ref(y), version_of(y), recipe
 
 
 def is_open() -> bool:
@@ -145,7 +145,8 @@ def _pack(t: Tensor) -> _Kept | _View:
 
 def _count_and_pack(t: Tensor) -> _Kept | _View:
     found = _pack(t)
-    if type(found) is _View:
+    if type(found) is _View and not found.recipe.is_counted:
+        found.recipe.is_counted = True
         _now.state.results += 1
         _now.state.bytes += t.nbytes
     return found

@@ -225,11 +225,11 @@ class Site:
         if _is_compiling() or not recompute.is_open() or y.dtype is not x.dtype:
             return
 
-        def again(x: Tensor, _: int, weight: Any, bias: Any, *rest: Any) -> Tensor:
+        def again(x: Tensor, weight: Any, bias: Any) -> Tensor:
             args = replace(n, weight=weight, bias=bias)
             return emit_kgopt(self.chain, call_now, x, x.dim(), None, args)  # type: ignore[no-any-return]
 
-        recompute.offer(y, again, x, 0, n.weight, n.bias, n.eps, self.chain.post, y)
+        recompute.offer(y, y, again, (x, n.weight, n.bias))
 
     def _call_fused(self, _: Any, *args: Any) -> Tensor:
         return self.fused(*args)  # type: ignore[misc,no-any-return]
@@ -259,7 +259,7 @@ class Site:
         z = y if y.is_contiguous() or keeps_format(norm) else as_torch(self.chain, x, y)
         # Autocast would make y of a float32 copy of x.
         if recompute.is_open() and y.dtype is x.dtype:
-            recompute.offer(z, _group_norm_without_grad, x, groups, weight, bias, eps, act, y)
+            recompute.offer(z, y, _norm_again(groups, eps, act), (x, weight, bias))
         return z
 
     def _run_short(self, x: Tensor, norm: Any, half: bool) -> Tensor:
@@ -303,9 +303,17 @@ class Site:
             args = (x, slope, *args[2:6], other)
             in_dispatcher = torch.is_autocast_enabled(x.device.type) or watching.is_watched()
             return (_group_norm_prelu if in_dispatcher else _direct_group_norm_prelu)(*args)  # type: ignore[no-any-return]
-        if autocast or watching.is_watched():
-            return without_autocast(_group_norm_add, *args) if half else _group_norm_add(*args)  # type: ignore[no-any-return]
-        return _direct_group_norm_add(*args)  # type: ignore[no-any-return]
+        if half:
+            y = without_autocast(_group_norm_add, *args)
+        elif autocast or watching.is_watched():
+            y = _group_norm_add(*args)
+        else:
+            y = _direct_group_norm_add(*args)
+        # ReLU's sum is kept by its own gradient; that of a sum alone keeps no operand.
+        if recompute.is_open() and act != "relu" and y.dtype is x.dtype:
+            kept, more = ((x, n.weight, n.bias), (other,)) if act == "none" else ((x, n.weight, n.bias, other), ())
+            recompute.offer(y, y, _sum_again(n.num_groups, n.eps, act), kept, more)
+        return y  # type: ignore[no-any-return]
 
     def may_modulate(self, norm: Any, x: Tensor, operand: Any) -> bool:
         """Whether the norm's result times ``operand``, or plus it, can be one op; of a site that is :meth:`ready`.
@@ -396,6 +404,7 @@ _direct_modulated_norm = functools.partial(
 )
 _group_norm_moments = torch.ops.kgopt.group_norm_moments.default
 _group_norm_without_grad = ops.without_grad("group_norm")
+_group_norm_add_without_grad = ops.without_grad("group_norm_add")
 _recorded_group_norm = ops.recorded("group_norm")
 _DIRECT = {
     getattr(torch.ops.kgopt, name).default: ops.direct(name)
@@ -406,6 +415,14 @@ _DIRECT = {
 }
 _DIRECT_CONVS = {getattr(torch.ops.kgopt, name).default: ops.direct(name) for name in CONV_MODULES.values()}
 _DIRECT |= _DIRECT_CONVS
+
+
+def _norm_again(groups: int, eps: float, act: str) -> Callable[..., Tensor]:
+    return lambda x, weight, bias: _group_norm_without_grad(x, groups, weight, bias, eps, act)  # type: ignore[no-any-return]
+
+
+def _sum_again(groups: int, eps: float, act: str) -> Callable[..., Tensor]:
+    return lambda x, weight, bias, other: _group_norm_add_without_grad(x, other, groups, weight, bias, eps, act)  # type: ignore[no-any-return]
 
 
 def _call_directly(function: Any, x: Any, *args: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kgopt import accuracy
 from kgopt import ops as ops
 from kgopt._layout import FORMATS, format_of
-from kgopt.rewrite import classes, clocks, joins, known, measuring, originals, verdicts, watching
+from kgopt.rewrite import classes, clocks, joins, known, measuring, originals, recompute, verdicts, watching
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.glue.calls import CATS, interpolate_of
 from kgopt.rewrite.glue.search import corner, innermost
@@ -200,7 +200,10 @@ class _Look(OwnMode):
             if self.state.measuring and key not in settled and len(settled) < SHAPES:
                 settled[key] = joins.gain(tensors)
             if settled.get(key):
-                return joins.join(tensors)
+                y = joins.join(tensors)
+                if recompute.is_open():
+                    recompute.offer(y, y, joins.again, (), tensors, step=0)
+                return y
         return func(*args, **kwargs)  # type: ignore[no-any-return]
 
 
