@@ -175,7 +175,7 @@ def prepare(way: str, model: nn.Module, x: torch.Tensor, dtype: str) -> nn.Modul
     if way.endswith(" graph"):
         model = prepare(way.removesuffix(" graph"), model, x, dtype)
         with autocast(dtype, way):
-            return torch.cuda.make_graphed_callables(model, (x.clone(),))  # type: ignore[no-any-return]
+            return torch.cuda.make_graphed_callables(model, (x.clone(),), allow_unused_input=True)  # type: ignore[no-any-return]
     if way == "eager":
         return model
     if way == "compile":

@@ -141,6 +141,31 @@ def test_both_forms_run_in_turn(device, monkeypatch):
     assert model.conv1.weight.is_contiguous(memory_format=torch.channels_last_3d)
 
 
+@pytest.mark.parametrize(
+    ("clocked", "work", "taken"),
+    [((1.0, 1.05), (0.6, 0.4), True), ((1.0, 0.95), (0.4, 0.6), False), ((1.0, 1.2), (0.6, 0.4), False)],
+    ids=["less work", "more work", "the clock is clear"],
+)
+def test_where_the_clock_says_little_the_work_decides_the_layout(clocked, work, taken, device, clock, monkeypatch):
+    """A step that waits for its launches takes as long in either layout."""
+    clock(1.0, 0.5)
+    monkeypatch.setattr(whole, "chooses", lambda device: True)
+    monkeypatch.setattr(whole.Whole, "layout_seconds", lambda self, layout: clocked[layout == "channels_last"])
+    monkeypatch.setattr(whole.Whole, "find_between", lambda self: None)
+    model = models.randomized(models.MonaiResBlock(), device).train()
+
+    def busy(step, device):
+        step()
+        return work[layout.is_on(model)]
+
+    monkeypatch.setattr(clocks, "busy", busy)
+    kgopt.optimize(model, models.input_for(model, device))
+    assert layout.is_on(model) == taken
+    text = kgopt.report(model).layout
+    assert text.startswith("channels_last" if taken else "as it was")
+    assert ("ms of the GPU's work" in text) == (max(clocked) < 1.1)
+
+
 def test_lost_in_channels_last_is_back_in_its_layout(device, clock, monkeypatch):
     clock(1.0, 1.5)
     monkeypatch.setattr(whole, "chooses", lambda device: True)

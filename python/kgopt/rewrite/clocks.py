@@ -139,17 +139,25 @@ def among_others(alone: Callable[[], contextlib.AbstractContextManager[Any]]) ->
 def busy_both(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
     """Seconds of work on the GPU of two functions: they are launched while it is kept busy with something else."""
     with _alone():
-        return _busy_both((first, second), device)
+        before, after = _busy([first, second], device, 0.01)
+    return before, after
 
 
-def _busy_both(functions: tuple[Callable[[], Any], ...], device: torch.device) -> tuple[float, float]:
+def busy(function: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of work on the GPU of a function that may take long to launch, such as a step of a whole model."""
+    with _alone():
+        return _busy([function], device, 1.0)[0]
+
+
+def _busy(functions: list[Callable[[], Any]], device: torch.device, most: float) -> list[float]:
+    """``most``: seconds that the GPU is kept busy at a time."""
     best: list[float] = []
     for function in functions:
         torch.cuda.synchronize(device)
         start = time.perf_counter()
         function()
         launch = time.perf_counter() - start
-        cycles = int(2e9 * min(1.5 * launch + 1e-4, 0.01))  # of a clock of at most 2 GHz
+        cycles = int(2e9 * min(1.5 * launch + 1e-4, most))  # of a clock of at most 2 GHz
 
         def behind(function: Callable[[], Any] = function, cycles: int = cycles) -> float:
             keep_busy(cycles)
@@ -159,4 +167,4 @@ def _busy_both(functions: tuple[Callable[[], Any], ...], device: torch.device) -
         if not best or found < 2 * best[0]:  # else more of them would not help it
             found = min(found, behind(), behind())
         best.append(found)
-    return best[0], best[1]
+    return best

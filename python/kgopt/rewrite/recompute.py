@@ -98,6 +98,7 @@ class _Results(threading.local):
     """Of the forward that runs in this thread: what can be had again, by where it lies; None: in no such forward."""
 
     offered: dict[int, tuple[Any, int | None, _Recipe]] | None = None
+    largest: int = 0  # bytes of one of them
     state: Any = None
 
 
@@ -105,23 +106,42 @@ _now = _Results()
 
 
 def offer(
-    y: Tensor, made: Any, again: Callable[..., Tensor], kept: tuple[Any, ...], more: tuple[Any, ...] = (), step: int = 1
+    y: Tensor, made: Any, again: Callable[..., Tensor], kept: tuple[Any, ...], more: tuple[Any, ...] = ()
 ) -> None:
     """Says that ``again(*kept, *more)`` gave ``made``, which the code goes on with as ``y``.
 
     ``kept``: tensors, or None, that autograd keeps anyway where a gradient goes through y. ``more``: those that it does
-    not; keeping one of them instead of y gains something where another one is computed again. ``step``: what it adds to
-    the results that stand one on the other.
+    not; unless they are computed again themselves, they would be kept instead of y.
     """
-    if _now.offered is None or y.grad_fn is None or y.numel() == 0 or y.storage_offset():
-        return
+    if _now.offered is not None and _may_go(y):
+        _now.largest = max(_now.largest, y.nbytes)
+        _offer(y, again, kept, more, 1, y is not made)
+
+
+def offer_join(y: Tensor, again: Callable[..., Tensor], parts: tuple[Tensor, ...]) -> None:
+    """The same of ``again(*parts)``, a concatenation; not of one that is larger than all results before it.
+
+    When the gradients behind it are computed, it is there again with its parts and its own gradient: of the largest one
+    that would be the peak.
+    """
+    if _now.offered is not None and _may_go(y) and y.nbytes <= _now.largest:
+        _offer(y, again, (), parts, 0, False)
+
+
+def _may_go(y: Tensor) -> bool:
+    return y.grad_fn is not None and y.numel() > 0 and not y.storage_offset()
+
+
+def _offer(
+    y: Tensor, again: Callable[..., Tensor], kept: tuple[Any, ...], more: tuple[Any, ...], step: int, contiguous: bool
+) -> None:
+    assert _now.offered is not None
     operands = [None if t is None else _pack(t) for t in kept + more]
-    views = [o for o in operands if type(o) is _View]
-    if more and not any(type(o) is _View for o in operands[len(kept) :]):
+    if more and sum(o.tensor.nbytes for o in operands[len(kept) :] if type(o) is _Kept) >= y.nbytes:
         return
-    depth = step + max((v.recipe.depth for v in views), default=0)
+    depth = step + max([o.recipe.depth for o in operands if type(o) is _View], default=0)
     if depth <= DEPTH:
-        recipe = _Recipe(again, operands, depth, y is not made)
+        recipe = _Recipe(again, operands, depth, contiguous)
         _now.offered[y.untyped_storage().data_ptr()] = weakref.ref(y), version_of(y), recipe
 
 
@@ -168,7 +188,7 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         if state is None or not state.enabled or is_open() or is_watched() or not may_hook_saved_tensors():
             return forward(self, *args, **kwargs)
         state.results = state.bytes = 0
-        _now.offered, _now.state = {}, state
+        _now.offered, _now.largest, _now.state = {}, 0, state
         try:
             with torch.autograd.graph.saved_tensors_hooks(_count_and_pack, _unpack):
                 return forward(self, *args, **kwargs)

@@ -201,8 +201,7 @@ class _Look(OwnMode):
                 settled[key] = joins.gain(tensors)
             if settled.get(key):
                 y = joins.join(tensors)
-                if recompute.is_open():
-                    recompute.offer(y, y, joins.again, (), tensors, step=0)
+                recompute.offer_join(y, joins.again, tensors)
                 return y
         return func(*args, **kwargs)  # type: ignore[no-any-return]
 
