@@ -314,7 +314,7 @@ void plan_group_norm_passes_bwd(GroupNormPassesBwdParams* p, int sm_count) {
     p->slice_length = d.s;
     return;
   }
-  const int vec = 16 / dtype_size(d.dtype);
+  const int vec = walk_size(dtype_size(d.dtype));
   if (d.channels_last) {
     plan_column_slices(d.n, d.c, d.s, vec, is_aligned(p->x) && is_aligned(p->dy), sm_count, &p->turns, &p->slices,
                        &p->slice_length);

@@ -219,7 +219,7 @@ inline constexpr int64_t kMostBlocks = 0x7fffffff;  // of a launch
 
 void plan_group_stats(GroupStatsParams* p, bool per_channel, int sm_count) {
   const GroupNormDims& d = p->dims;
-  const int vec = 16 / dtype_size(d.dtype);
+  const int vec = walk_size(dtype_size(d.dtype));
   // With one group the order of a sample's elements does not matter.
   if (d.channels_last && d.c > 1 && (per_channel || d.g > 1)) {
     p->partials.rows = d.c;
