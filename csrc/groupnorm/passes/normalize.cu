@@ -1,8 +1,8 @@
 // y = act((pre_act(x) - mean) * rstd * weight + bias + residual), one read of each and one write.
+#include "common/floor.cuh"
 #include "common/pointwise.cuh"
 #include "common/traverse.cuh"
 #include "groupnorm/groupnorm.h"
-#include "groupnorm/shared/floor.cuh"
 
 namespace kgopt {
 namespace {

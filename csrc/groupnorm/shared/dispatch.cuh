@@ -4,10 +4,10 @@
 #include <type_traits>
 
 #include "common/dtype.cuh"
+#include "common/floor.cuh"
 #include "common/pointwise.cuh"
 #include "common/status.h"
 #include "groupnorm/params.h"
-#include "groupnorm/shared/floor.cuh"
 
 namespace kgopt {
 

@@ -3,10 +3,10 @@
 
 #include "common/async.cuh"
 #include "common/dtype.cuh"
+#include "common/floor.cuh"
 #include "common/pointwise.cuh"
 #include "common/reduce.cuh"
 #include "groupnorm/params.h"
-#include "groupnorm/shared/floor.cuh"
 #include "groupnorm/shared/prelu.cuh"
 
 namespace kgopt {

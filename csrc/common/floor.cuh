@@ -1,5 +1,4 @@
-// The forward's activation behind a norm. None and ReLU share an instance, Chain::kRelu: nothing is below minus
-// infinity.
+// No activation and ReLU in one instance, Chain::kRelu: nothing is below minus infinity.
 #pragma once
 
 #include "common/pointwise.cuh"
@@ -35,6 +34,18 @@ __device__ __forceinline__ void finish_chain(const FlooredChain& act, float (&x)
     apply_chain<kChain, kIsCoarse<T>>(act, x);
   } else {
     finish_chain<kChain, T, kScaled>(act.chain, x);
+  }
+}
+
+// Likewise the activation of a backward: nothing compares with NaN.
+template <Chain kChain, bool kCoarse, int kSize>
+__device__ __forceinline__ void multiply_slopes(const FlooredChain& act, float (&x)[kSize], float (&gradient)[kSize]) {
+  if constexpr (kChain == Chain::kRelu) {
+    const float stop = act.chain.empty() ? NAN : 0.f;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) gradient[j] = x[j] <= stop ? 0.f : gradient[j];
+  } else {
+    multiply_slopes<kChain, kCoarse>(act.chain, x, gradient);
   }
 }
 
