@@ -3,7 +3,7 @@
 // z = xhat weight + bias, dz = dy act'(z) (Wu and He 2018, differentiated):
 //   dx = pre_act'(x) rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
 #include "common/dependent_launch.cuh"
-#include "common/pointwise.cuh"
+#include "common/floor.cuh"
 #include "common/traverse.cuh"
 #include "groupnorm/groupnorm.h"
 #include "groupnorm/lse_backward/lse_backward.h"
@@ -17,26 +17,10 @@ struct alignas(2 * sizeof(Acc)) TwoSums {
   Acc dz = 0, dz_xhat = 0;
 };
 
-// None, ReLU and LeakyReLU behind the norm, and ReLU in front of it, share an instance, <kLeakyRelu, kLeakyRelu>: these
-// kernels wait for memory. Nothing compares as less than NaN or is below minus infinity.
-constexpr bool is_lines(Chain pre, Chain act) {
+// None, ReLU and LeakyReLU behind the norm, and ReLU in front of it, share an instance, <kLeakyRelu, kLeakyRelu>.
+constexpr bool is_floored(Chain pre, Chain act) {
   return pre != Chain::kAny && (act == Chain::kNone || act == Chain::kRelu || act == Chain::kLeakyRelu);
 }
-struct Lines {
-  float pre_floor, pre_stop;  // u = max(x, pre_floor); no gradient at x <= pre_stop
-  float slope, stop;          // of z <= 0; no gradient at z <= stop
-
-  Lines() = default;
-  Lines(const ActChain& pre, const ActChain& act)
-      : pre_floor(pre.empty() ? -INFINITY : 0.f),
-        pre_stop(pre.empty() ? NAN : 0.f),
-        slope(is_leaky_relu(act) ? act.first<float>().a : 1.f),
-        stop(is_one(act, Act::kRelu) ? 0.f : NAN) {}
-  __device__ __forceinline__ float gradient(float z, float dy) const {
-    const float d = z > 0.f ? dy : dy * slope;
-    return z <= stop ? 0.f : d;
-  }
-};
 
 template <typename T, Chain kPre, Chain kAct>
 struct ChannelSumsReducer {
@@ -45,21 +29,20 @@ struct ChannelSumsReducer {
   static constexpr int kInputs = 2;
   static constexpr int kValues = 2;
   static constexpr bool kWalks = kPre == Chain::kAny && kAct == Chain::kAny, kHasScalars = kWalks;
+  static constexpr bool kFloored = is_floored(kPre, kAct);
   using Coef = AffineRow<Acc>;
   using State = TwoSums<Acc>;
   using Partial = TwoSums<Acc>;
   AffineSource affine;
   ActChain pre, act;
-  Lines lines;
 
   __device__ Coef load(int64_t row) const { return make_affine_row<Acc>(affine, row / affine.c, row % affine.c); }
   __device__ State start(const Coef&, Acc) const { return {}; }
   template <int kSize, typename StateOf, typename CoefOf>
   __device__ __forceinline__ void add(StateOf state, CoefOf coef, Acc (&x)[kSize], Acc (&dy)[kSize]) const {
     Acc z[kSize];
-    if constexpr (is_lines(kPre, kAct)) {
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) x[j] = fast_max(x[j], lines.pre_floor);
+    if constexpr (kFloored) {
+      apply_chain<Chain::kRelu, kIsCoarse<T>>(floored(pre), x);
     } else {
       apply_chain<kPre, kIsCoarse<T>>(pre, x);
     }
@@ -68,9 +51,8 @@ struct ChannelSumsReducer {
       x[j] = (x[j] - coef(j).mean) * coef(j).rstd;
       z[j] = x[j] * coef(j).weight + coef(j).bias;
     }
-    if constexpr (is_lines(kPre, kAct)) {
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) dy[j] = lines.gradient(z[j], dy[j]);
+    if constexpr (kFloored) {
+      multiply_slopes<kAct, kIsCoarse<T>>(floored(act), z, dy);
     } else {
       multiply_slopes<kAct, kIsCoarse<T>>(act, z, dy);
     }
@@ -93,11 +75,10 @@ struct InputGradient {
   using Acc = acc_t<T>;
   static constexpr int kInputs = kDyPerSample ? 1 : 2;
   static constexpr bool kWalks = kPre == Chain::kAny && kAct == Chain::kAny, kHasScalars = kDyPerSample || kWalks;
-  static constexpr bool kLines = !kDyPerSample && is_lines(kPre, kAct);
+  static constexpr bool kFloored = !kDyPerSample && is_floored(kPre, kAct);
   using Coef = GradientRow<Acc>;
   const Coef* rows;
   ActChain pre, act;
-  Lines lines;
 
   __device__ Coef load(int64_t row) const { return rows[row]; }
   template <int kSize, typename CoefOf>
@@ -109,13 +90,11 @@ struct InputGradient {
       xhat[j] = x[j];
       slope[j] = Acc(1);
     }
-    std::conditional_t<kLines, bool[kSize], Stopped<kPre, kSize>> stopped;
-    if constexpr (kLines) {
+    std::conditional_t<kFloored, bool[kSize], Stopped<kPre, kSize>> stopped;
+    if constexpr (kFloored) {
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        stopped[j] = x[j] <= lines.pre_stop;
-        xhat[j] = fast_max(x[j], lines.pre_floor);
-      }
+      for (int j = 0; j < kSize; ++j) stopped[j] = x[j] <= floored(pre).stop;
+      apply_chain<Chain::kRelu, kIsCoarse<T>>(floored(pre), xhat);
     } else {
       stopped = chain_slopes<kPre, kIsCoarse<T>, true>(pre, xhat, slope);
     }
@@ -124,9 +103,13 @@ struct InputGradient {
       const Coef& k = coef(j);
       xhat[j] = (xhat[j] - k.affine.mean) * k.affine.rstd;
       z[j] = xhat[j] * k.affine.weight + k.affine.bias;
-      if (!kDyPerSample) dz[j] = kLines ? lines.gradient(z[j], dy[j]) : dy[j];
+      if (!kDyPerSample) dz[j] = dy[j];
     }
-    if constexpr (!kDyPerSample && !kLines) multiply_slopes<kAct, kIsCoarse<T>>(act, z, dz);
+    if constexpr (kFloored) {
+      multiply_slopes<kAct, kIsCoarse<T>>(floored(act), z, dz);
+    } else if constexpr (!kDyPerSample) {
+      multiply_slopes<kAct, kIsCoarse<T>>(act, z, dz);
+    }
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       const Coef& k = coef(j);
@@ -296,7 +279,6 @@ Status launch_channel_sums(const GroupNormPassesBwdParams& p, cudaStream_t strea
   a.r.affine = p.affine;
   a.r.pre = p.pre_act;
   a.r.act = p.act;
-  a.r.lines = Lines(p.pre_act, p.act);
   if constexpr (!R::kHasScalars) {
     if (!has_reduce_vectors(a, p.dims.channels_last)) {
       return launch_channel_sums<T, Chain::kAny, Chain::kAny>(p, stream);
@@ -319,7 +301,6 @@ Status launch_input_gradient(const GroupNormPassesBwdParams& p, cudaStream_t str
   a.f.rows = static_cast<const GradientRow<acc_t<T>>*>(p.rows);
   a.f.pre = p.pre_act;
   a.f.act = p.act;
-  a.f.lines = Lines(p.pre_act, p.act);
   if constexpr (!F::kHasScalars) {
     if (elementwise_size(a, p.dims.channels_last) == 1) {
       return launch_input_gradient<T, Chain::kAny, Chain::kAny, false>(p, stream);
@@ -389,9 +370,9 @@ Status run_group_norm_passes_bwd(const GroupNormPassesBwdParams& p, cudaStream_t
   } else {
     KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
       KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
-        constexpr bool kLines = is_lines(kPre, kAct);
+        constexpr bool kFloored = is_floored(kPre, kAct);
         status =
-            launch_channel_sums<T, kLines ? Chain::kLeakyRelu : kPre, kLines ? Chain::kLeakyRelu : kAct>(p, stream);
+            launch_channel_sums<T, kFloored ? Chain::kLeakyRelu : kPre, kFloored ? Chain::kLeakyRelu : kAct>(p, stream);
       });
     });
   }
@@ -403,9 +384,10 @@ Status run_group_norm_passes_bwd(const GroupNormPassesBwdParams& p, cudaStream_t
       status = launch_input_gradient<T, Chain::kNone, Chain::kNone, true>(p, stream);
     } else {
       KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
-        constexpr bool kLines = is_lines(kPre, kAct);
-        status = launch_input_gradient<T, kLines ? Chain::kLeakyRelu : kPre, kLines ? Chain::kLeakyRelu : kAct, false>(
-            p, stream);
+        constexpr bool kFloored = is_floored(kPre, kAct);
+        status =
+            launch_input_gradient<T, kFloored ? Chain::kLeakyRelu : kPre, kFloored ? Chain::kLeakyRelu : kAct, false>(
+                p, stream);
       });
     }
   });
