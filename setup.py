@@ -64,7 +64,7 @@ def read_version() -> str:
 
 def read_sources() -> dict[str, list[str]]:
     """The files of sources.txt by part, sorted, each once."""
-    parts: dict[str, set[str]] = {"module": set(), "api": set(), "kernels": set(), "one_ptx": set()}
+    parts: dict[str, set[str]] = {"module": set(), "api": set(), "kernels": set(), "one_ptx": set(), "hopper": set()}
     for line in (ROOT / "sources.txt").read_text().splitlines():
         line = line.split("#")[0].strip()
         if line:
@@ -215,6 +215,11 @@ def shared_ptx(flags: list[str]) -> list[str]:
     return list(dict.fromkeys(re.sub(r"code=compute_\w+", f"code={lowest}", f) for f in shared))
 
 
+def from_hopper_on(flags: list[str]) -> list[str]:
+    """The -gencode flags of 9.0 and later; all of them where none is."""
+    return [f for f in flags if int(re.search(r"arch=compute_(\d+)", f)[1]) >= 90] or flags
+
+
 # ------------------------------------------------------------------------------------------------------ compilation
 
 
@@ -313,7 +318,11 @@ class KgoptBuildExt(build_ext):
             ccbin = ["-ccbin", cxx[-1]] if os.environ.get("CXX") else []
             nvcc_command = [str(cuda.nvcc), *ccbin, *ext.extra_compile_args["nvcc"]]
             for source in (s for s in ext.sources if s.endswith(".cu")):
-                gencode = shared_ptx(ext.kgopt_gencode) if source in ext.kgopt_one_ptx else ext.kgopt_gencode
+                gencode = ext.kgopt_gencode
+                if source in ext.kgopt_parts["one_ptx"]:
+                    gencode = shared_ptx(gencode)
+                elif source in ext.kgopt_parts["hopper"]:
+                    gencode = from_hopper_on(gencode)
                 commands[source] = [*nvcc_command, *gencode]
         objects = Compiler(folder, jobs).compile(commands)
 
@@ -452,7 +461,7 @@ def cuda_extension(cuda: Cuda, defines: list[str], more_cxx: list[str]) -> Exten
     ext.include_dirs = [*ext.include_dirs, str(cuda.include)]
     ext.kgopt_gencode = gencode
     ext.kgopt_archs = re.sub(r"[^0-9a-zA-Z.]+", "-", archs)
-    ext.kgopt_one_ptx = parts["one_ptx"]
+    ext.kgopt_parts = parts
     ext.kgopt_summary = f"CUDA {cuda.version_text} from {cuda.home}, architectures {archs}"
     return ext
 

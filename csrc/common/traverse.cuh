@@ -46,6 +46,10 @@ struct OneOfTwo {
   __device__ __forceinline__ V operator()(int j) const { return j < firsts ? first : second; }
 };
 
+// Elements of a vector of a walk.
+template <typename T>
+inline constexpr int kWalkSize = walk_size(sizeof(T));
+
 // With fewer blocks, multiprocessors are idle: threads then have fewer vectors each.
 inline constexpr int64_t kTraverseFewBlocks = 128;
 // Blocks of a reduction along rows of which each waits for itself, more or less.
@@ -287,22 +291,25 @@ inline bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 
 // so twice the warps: more of them wait for what they compute.
 template <typename F>
 inline constexpr int kColumnSize =
-    F::kWalks && F::kInputs == 2 && kVecSize<typename F::Element> == 8 ? 4 : kVecSize<typename F::Element>;
+    F::kWalks && F::kInputs == 2 && kWalkSize<typename F::Element> == 8 ? 4 : kWalkSize<typename F::Element>;
 
 // Elements of a vector of the walk; 1 where none fits.
 template <typename F>
 int elementwise_size(const ElementwiseArgs<F>& a, bool channels_last) {
-  constexpr int kSize = kVecSize<typename F::Element>;
+  constexpr int kSize = kWalkSize<typename F::Element>;
   if (!is_aligned(a.x) || !is_aligned(a.y) || (F::kInputs == 2 && !is_aligned(a.second))) return 1;
   if (!channels_last || a.s == 1 || has_turns(a.n, a.s, a.c, turns_of(a.c, kSize), kSize)) return kSize;
-  return has_turns(a.n, a.s, a.c, turns_of(a.c, kSize / 2), kSize / 2) ? kSize / 2 : 1;
+  if constexpr (kSize > 1) {
+    if (has_turns(a.n, a.s, a.c, turns_of(a.c, kSize / 2), kSize / 2)) return kSize / 2;
+  }
+  return 1;
 }
 
 // Rows one after the other. With `early`, beside the end of the kernel ahead in the stream, which must write neither x
 // nor second, and let others start after it has waited itself: they are read before it ends.
 template <typename F>
 Status launch_elementwise_rows(const char* name, const ElementwiseArgs<F>& a, cudaStream_t stream, bool early = false) {
-  constexpr int kSize = kVecSize<typename F::Element>;
+  constexpr int kSize = kWalkSize<typename F::Element>;
   const int size = elementwise_size(a, false);
   const int64_t total = a.n * a.c * a.s;
   if (total == 0) return Status::Ok();
@@ -325,7 +332,7 @@ Status launch_elementwise_rows(const char* name, const ElementwiseArgs<F>& a, cu
 template <typename F>
 Status launch_elementwise(const char* name, const ElementwiseArgs<F>& a, bool channels_last, cudaStream_t stream,
                           bool early = false) {
-  constexpr int kSize = kVecSize<typename F::Element>;
+  constexpr int kSize = kWalkSize<typename F::Element>;
   if (!channels_last || a.s == 1) return launch_elementwise_rows(name, a, stream, early);
   if (a.n * a.c * a.s == 0) return Status::Ok();
   const int size = std::min(elementwise_size(a, true), kColumnSize<F>);
@@ -350,8 +357,10 @@ Status launch_elementwise(const char* name, const ElementwiseArgs<F>& a, bool ch
   if constexpr (F::kHasScalars) {
     if (size == 1) return launch(std::integral_constant<int, 1>());
   }
-  if (size == 1) return Status::Unsupported(name, "no vector fits");
-  return launch(std::integral_constant<int, kSize / 2>());
+  if constexpr (kSize > 1) {
+    if (size > 1) return launch(std::integral_constant<int, kSize / 2>());
+  }
+  return Status::Unsupported(name, "no vector fits");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -610,20 +619,20 @@ __global__ void __launch_bounds__(kTraverseThreads)
 
 template <typename R>
 void set_turns(int64_t s, int64_t c, int64_t turns, ReduceArgs<R>* a) {
-  a->row_length = rows_of_turns(s, c, turns, kVecSize<typename R::Element>);
+  a->row_length = rows_of_turns(s, c, turns, kWalkSize<typename R::Element>);
   a->length = s % turns == 0 ? 0 : s * c;
 }
 
 template <typename R>
 bool has_reduce_vectors(const ReduceArgs<R>& a, bool channels_last) {
   return is_aligned(a.x) && (R::kInputs == 1 || is_aligned(a.second)) &&
-         (!channels_last || a.rows % kVecSize<typename R::Element> == 0);
+         (!channels_last || a.rows % kWalkSize<typename R::Element> == 0);
 }
 
 template <typename R>
 Status launch_reduce(const char* name, const ReduceArgs<R>& a, bool channels_last, cudaStream_t stream,
                      bool early = false) {
-  constexpr int kSize = kVecSize<typename R::Element>;
+  constexpr int kSize = kWalkSize<typename R::Element>;
   if (a.n * a.rows * a.row_length == 0) return Status::Ok();
   const bool vectors = has_reduce_vectors(a, channels_last);
   if (!vectors && !R::kHasScalars) return Status::Unsupported(name, "no vector fits");

@@ -8,6 +8,8 @@
 namespace kgopt {
 
 inline constexpr int kTraverseThreads = 256;
+// Elements of `bytes` each that a thread loads at once. float64 is for reference: no vectors of it.
+constexpr int walk_size(int bytes) { return bytes == 8 ? 1 : 16 / bytes; }
 inline constexpr int kTraverseUnroll = 4;  // independent 16-byte loads of a thread in flight
 
 // How many rows of c elements fill vectors of `size`.

@@ -1,5 +1,5 @@
 // What follows a convolution: its bias, a residual, a division and activations, in one pass over its output.
-#include "common/pointwise.cuh"
+#include "common/floor.cuh"
 #include "common/traverse.cuh"
 #include "pointwise/pointwise.h"
 
@@ -27,7 +27,11 @@ struct AddBias {
                                         acc_t<T> (&out)[kSize]) const {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) out[j] = (y[j] + coef(j).bias + (kResidual ? residual[j] : acc_t<T>(0))) * scale;
-    apply_chain<kAct, kIsCoarse<T>>(act, out);
+    if constexpr (kAct == Chain::kRelu) {
+      apply_chain<kAct, kIsCoarse<T>>(floored(act), out);
+    } else {
+      apply_chain<kAct, kIsCoarse<T>>(act, out);
+    }
   }
 };
 
@@ -63,7 +67,7 @@ Status run_bias_residual(const BiasResidualParams& p, cudaStream_t stream) {
   Status status;
   KGOPT_DISPATCH_DTYPE(p.dtype, T, {
     switch (chain_kind(p.act)) {
-      case Chain::kNone: status = launch_act<T, Chain::kNone>(p, stream); break;
+      case Chain::kNone:
       case Chain::kRelu: status = launch_act<T, Chain::kRelu>(p, stream); break;
       default: status = launch_act<T, Chain::kAny>(p, stream);
     }

@@ -339,7 +339,7 @@ NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups,
   set_output(&p, r.y, a.rank);
   p.partials = workspace.at<float>(partials);
   p.act = check_act(a.op, "relu");
-  raise_on_error(a.op, run_conv_transpose3d_stats(p, shape.n, stream));
+  raise_on_error(a.op, run_conv3d_stats(p, shape.n, stream));
 
   GroupStatsFinalizeParams f = finalize_params(a, shape, partials_slices(plan), norm, p.partials,
                                                r.mean.mutable_data_ptr(), r.rstd.mutable_data_ptr());

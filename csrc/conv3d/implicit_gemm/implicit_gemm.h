@@ -14,10 +14,8 @@ Status run_conv_pack(const ImplicitGemmPackParams& p, cudaStream_t stream);
 // the stride.
 Status run_conv3d(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);
 
-// y = act(conv_transpose(x) + bias), and per-channel statistics of y in p.partials.
-Status run_conv_transpose3d_stats(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);
-
-// Per-channel statistics of conv(x) + bias in p.partials; nothing else is stored.
+// The same, and per-channel statistics of y in p.partials. Where p.y is null, nothing is stored, and the statistics are
+// those of conv(x) + bias: all that Conv + GroupNorm + mean needs, and the first pass of Conv + GroupNorm + logsumexp.
 Status run_conv3d_stats(const ImplicitGemmParams& p, int64_t n, cudaStream_t stream);
 
 // logsumexp over channels of c + hardswish(tanh(GroupNorm(c))), c = conv(x) + bias.

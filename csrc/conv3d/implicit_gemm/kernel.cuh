@@ -96,8 +96,9 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
   using Element = typename Traits::Element;
   constexpr int kSplit = Traits::kSplit;
   constexpr int kPerWord = Traits::kPerWord;
-  constexpr bool kStats = kEpilogue == ConvEpilogue::kStats || kEpilogue == ConvEpilogue::kStoreStats;
-  constexpr bool kStore = kEpilogue == ConvEpilogue::kStore || kEpilogue == ConvEpilogue::kStoreStats;
+  constexpr bool kStats = kEpilogue == ConvEpilogue::kStoreStats;
+  constexpr bool kStore = kEpilogue == ConvEpilogue::kStore || kStats;
+  static_assert(kEpilogue != ConvEpilogue::kStats, "kStoreStats without y");
   constexpr bool kLse = kEpilogue == ConvEpilogue::kResidualLse;
   constexpr int kColumns = kNB * 8;
   constexpr float kLog2E = 1.44269504088896340736f;
@@ -213,6 +214,8 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
     }
   }
 
+  // One instance for statistics of what is stored and for statistics alone: y is null then.
+  const bool stores = kStore && (!kStats || p.y != nullptr);
   ShiftedSums<float> sums[kStats ? kNB * 2 : 1];
   float count = 0.f;
 
@@ -328,7 +331,7 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
       for (int nb = 0; nb < kNB; ++nb) {
 #pragma unroll
         // With statistics alone the products are summed onto minus the shift, which saves subtracting it later.
-        for (int i = 0; i < 4; ++i) acc[mb][nb][i] = kStats && !kStore ? -sums[nb * 2 + (i & 1)].shift : 0.f;
+        for (int i = 0; i < 4; ++i) acc[mb][nb][i] = kStats && !stores ? -sums[nb * 2 + (i & 1)].shift : 0.f;
       }
     }
 
@@ -411,7 +414,7 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
       }
     }
 
-    if constexpr (kStore) {
+    if (kStore && stores) {
 #pragma unroll
       for (int nb = 0; nb < kNB; ++nb) {
 #pragma unroll
@@ -425,7 +428,7 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
         }
       }
     }
-    if constexpr (kStore) {
+    if (kStore && stores) {
       Element* const y = static_cast<Element*>(p.y);
       const bool relu = p.act.length == 1 && p.act.at(0) == Act::kRelu;
 #pragma unroll
@@ -471,7 +474,7 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
           }
         }
       }
-      if (first || kStore) {
+      if (first || stores) {
 #pragma unroll
         for (int mb = 0; mb < kMB; ++mb) {
 #pragma unroll
@@ -571,7 +574,7 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
     for (int c = tid; c < c_valid; c += kConvThreads) {
       Moments<float> m = shared[c];
       for (int w = 1; w < kConvWarps; ++w) merge(m, shared[w * kColumns + c]);
-      out[c * 3] = kStore ? m.mean : m.mean + bias[c];
+      out[c * 3] = stores ? m.mean : m.mean + bias[c];
       out[c * 3 + 1] = m.m2;
       out[c * 3 + 2] = m.count;
     }

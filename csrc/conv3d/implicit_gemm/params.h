@@ -60,7 +60,7 @@ struct ImplicitGemmParams {
   int x_pair_load;                // half types: two neighbouring channels can be read as one aligned word
   const uint32_t* packed_weight;  // written by the pack kernel in mma fragment order
   const float* bias;              // padded to n_tiles * nb * 8 per group, zeros without a bias
-  void* y;                        // kStore, kStoreStats; the result [N, positions] in fp32 for kResidualLse
+  void* y;                        // null for kStats; the result [N, positions] in fp32 for kResidualLse
   int64_t y_stride_n, y_stride_c, y_stride[3];
   float* partials;         // kStats, kStoreStats: see StatsPartials in groupnorm/params.h
   const void* norm_table;  // kResidualLse: [N, C] of (mean, rstd, weight, bias), see groupnorm/params.h

@@ -4,7 +4,7 @@
 // channels_last only. Neighbouring lanes hold the channels of a position, a vector each, and add up what their channels
 // give; no product here is worth a tensor core.
 #include "common/dtype.cuh"
-#include "common/pointwise.cuh"
+#include "common/floor.cuh"
 #include "pointwise/pointwise.h"
 
 namespace kgopt {
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, 6) norm_conv1x1_kernel(const __grid_
       for (int i = 0; i < kSize; ++i) {
         if constexpr (kNorm) z[i] = (z[i] - mean[i]) * scale[i] + shift[i];
       }
-      apply_chain<kAct, kIsCoarse<T>>(p.act, z);
+      apply_chain<kAct, kIsCoarse<T>>(floored(p.act), z);
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
 #pragma unroll
@@ -107,9 +107,8 @@ template <typename T, int kOut>
 Status launch_chain(const NormConv1x1Params& p, cudaStream_t stream) {
   const Chain act = chain_kind(p.act);
   if (!p.table) return launch<T, kOut, false, Chain::kNone>(p, stream);
-  return act == Chain::kNone   ? launch<T, kOut, true, Chain::kNone>(p, stream)
-         : act == Chain::kRelu ? launch<T, kOut, true, Chain::kRelu>(p, stream)
-                               : launch<T, kOut, true, Chain::kAny>(p, stream);
+  return act == Chain::kNone || act == Chain::kRelu ? launch<T, kOut, true, Chain::kRelu>(p, stream)
+                                                    : launch<T, kOut, true, Chain::kAny>(p, stream);
 }
 
 template <typename T>

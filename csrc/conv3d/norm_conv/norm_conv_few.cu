@@ -9,8 +9,8 @@
 
 #include "common/dependent_launch.cuh"
 #include "common/dtype.cuh"
+#include "common/floor.cuh"
 #include "common/mma.cuh"
-#include "common/pointwise.cuh"
 #include "pointwise/pointwise.h"
 
 namespace kgopt {
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           unpack(v[r], z);
 #pragma unroll
           for (int i = 0; i < kSize; ++i) z[i] = fmaf(z[i], k[i].x, k[i].y);
-          finish_chain<kAct, T>(p.act, z);
+          finish_chain<kAct, T>(floored(p.act), z);
 #pragma unroll
           for (int i = 0; i < 4; ++i) words[r][i] = word_of(z, i, T());
         }
@@ -249,7 +249,7 @@ Status launch(NormConvFewParams p, cudaStream_t stream) {
 template <typename T, int kTiles>
 Status launch_chain(const NormConvFewParams& p, cudaStream_t stream) {
   switch (chain_kind(p.act)) {
-    case Chain::kNone: return launch<T, kTiles, Chain::kNone>(p, stream);
+    case Chain::kNone:
     case Chain::kRelu: return launch<T, kTiles, Chain::kRelu>(p, stream);
     case Chain::kSilu: return launch<T, kTiles, Chain::kSilu>(p, stream);
     default: return launch<T, kTiles, Chain::kAny>(p, stream);

@@ -3,7 +3,7 @@
 // z = xhat weight + bias, dz = dy act'(z) (Wu and He 2018, differentiated):
 //   dx = pre_act'(x) rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
 #include "common/dependent_launch.cuh"
-#include "common/pointwise.cuh"
+#include "common/floor.cuh"
 #include "common/traverse.cuh"
 #include "groupnorm/groupnorm.h"
 #include "groupnorm/lse_backward/lse_backward.h"
@@ -17,6 +17,11 @@ struct alignas(2 * sizeof(Acc)) TwoSums {
   Acc dz = 0, dz_xhat = 0;
 };
 
+// None, ReLU and LeakyReLU behind the norm, and ReLU in front of it, share an instance, <kLeakyRelu, kLeakyRelu>.
+constexpr bool is_floored(Chain pre, Chain act) {
+  return pre != Chain::kAny && (act == Chain::kNone || act == Chain::kRelu || act == Chain::kLeakyRelu);
+}
+
 template <typename T, Chain kPre, Chain kAct>
 struct ChannelSumsReducer {
   using Element = T;
@@ -24,6 +29,7 @@ struct ChannelSumsReducer {
   static constexpr int kInputs = 2;
   static constexpr int kValues = 2;
   static constexpr bool kWalks = kPre == Chain::kAny && kAct == Chain::kAny, kHasScalars = kWalks;
+  static constexpr bool kFloored = is_floored(kPre, kAct);
   using Coef = AffineRow<Acc>;
   using State = TwoSums<Acc>;
   using Partial = TwoSums<Acc>;
@@ -35,13 +41,21 @@ struct ChannelSumsReducer {
   template <int kSize, typename StateOf, typename CoefOf>
   __device__ __forceinline__ void add(StateOf state, CoefOf coef, Acc (&x)[kSize], Acc (&dy)[kSize]) const {
     Acc z[kSize];
-    apply_chain<kPre, kIsCoarse<T>>(pre, x);
+    if constexpr (kFloored) {
+      apply_chain<Chain::kRelu, kIsCoarse<T>>(floored(pre), x);
+    } else {
+      apply_chain<kPre, kIsCoarse<T>>(pre, x);
+    }
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       x[j] = (x[j] - coef(j).mean) * coef(j).rstd;
       z[j] = x[j] * coef(j).weight + coef(j).bias;
     }
-    multiply_slopes<kAct, kIsCoarse<T>>(act, z, dy);
+    if constexpr (kFloored) {
+      multiply_slopes<kAct, kIsCoarse<T>>(floored(act), z, dy);
+    } else {
+      multiply_slopes<kAct, kIsCoarse<T>>(act, z, dy);
+    }
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       state(j).dz += dy[j];
@@ -61,6 +75,7 @@ struct InputGradient {
   using Acc = acc_t<T>;
   static constexpr int kInputs = kDyPerSample ? 1 : 2;
   static constexpr bool kWalks = kPre == Chain::kAny && kAct == Chain::kAny, kHasScalars = kDyPerSample || kWalks;
+  static constexpr bool kFloored = !kDyPerSample && is_floored(kPre, kAct);
   using Coef = GradientRow<Acc>;
   const Coef* rows;
   ActChain pre, act;
@@ -75,7 +90,14 @@ struct InputGradient {
       xhat[j] = x[j];
       slope[j] = Acc(1);
     }
-    const auto stopped = chain_slopes<kPre, kIsCoarse<T>, true>(pre, xhat, slope);
+    std::conditional_t<kFloored, bool[kSize], Stopped<kPre, kSize>> stopped;
+    if constexpr (kFloored) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) stopped[j] = x[j] <= floored(pre).stop;
+      apply_chain<Chain::kRelu, kIsCoarse<T>>(floored(pre), xhat);
+    } else {
+      stopped = chain_slopes<kPre, kIsCoarse<T>, true>(pre, xhat, slope);
+    }
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       const Coef& k = coef(j);
@@ -83,7 +105,11 @@ struct InputGradient {
       z[j] = xhat[j] * k.affine.weight + k.affine.bias;
       if (!kDyPerSample) dz[j] = dy[j];
     }
-    if constexpr (!kDyPerSample) multiply_slopes<kAct, kIsCoarse<T>>(act, z, dz);
+    if constexpr (kFloored) {
+      multiply_slopes<kAct, kIsCoarse<T>>(floored(act), z, dz);
+    } else if constexpr (!kDyPerSample) {
+      multiply_slopes<kAct, kIsCoarse<T>>(act, z, dz);
+    }
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       const Coef& k = coef(j);
@@ -314,7 +340,7 @@ void plan_group_norm_passes_bwd(GroupNormPassesBwdParams* p, int sm_count) {
     p->slice_length = d.s;
     return;
   }
-  const int vec = 16 / dtype_size(d.dtype);
+  const int vec = walk_size(dtype_size(d.dtype));
   if (d.channels_last) {
     plan_column_slices(d.n, d.c, d.s, vec, is_aligned(p->x) && is_aligned(p->dy), sm_count, &p->turns, &p->slices,
                        &p->slice_length);
@@ -343,7 +369,11 @@ Status run_group_norm_passes_bwd(const GroupNormPassesBwdParams& p, cudaStream_t
     status = is_double ? launch_mean_channel_sums<double>(p, stream) : launch_mean_channel_sums<float>(p, stream);
   } else {
     KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
-      KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, status = launch_channel_sums<T, kPre, kAct>(p, stream));
+      KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
+        constexpr bool kFloored = is_floored(kPre, kAct);
+        status =
+            launch_channel_sums<T, kFloored ? Chain::kLeakyRelu : kPre, kFloored ? Chain::kLeakyRelu : kAct>(p, stream);
+      });
     });
   }
   if (!status.ok()) return status;
@@ -353,8 +383,12 @@ Status run_group_norm_passes_bwd(const GroupNormPassesBwdParams& p, cudaStream_t
     if (p.dy == nullptr) {
       status = launch_input_gradient<T, Chain::kNone, Chain::kNone, true>(p, stream);
     } else {
-      KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct,
-                            status = launch_input_gradient<T, kPre, kAct, false>(p, stream));
+      KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
+        constexpr bool kFloored = is_floored(kPre, kAct);
+        status =
+            launch_input_gradient<T, kFloored ? Chain::kLeakyRelu : kPre, kFloored ? Chain::kLeakyRelu : kAct, false>(
+                p, stream);
+      });
     }
   });
   return status;

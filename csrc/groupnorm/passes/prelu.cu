@@ -201,7 +201,7 @@ void plan_prelu_gradient(PReluGradientParams* p, int sm_count) {
   const GroupNormDims& d = p->dims;
   if (d.channels_last) {
     const bool aligned = is_aligned(p->x) && is_aligned(p->dy) && is_aligned(p->dz) && is_aligned(p->residual);
-    plan_column_slices(d.n, d.c, d.s, 16 / dtype_size(d.dtype), aligned, sm_count, &p->turns, &p->slices,
+    plan_column_slices(d.n, d.c, d.s, walk_size(dtype_size(d.dtype)), aligned, sm_count, &p->turns, &p->slices,
                        &p->slice_length);
   } else {
     plan_slices(d.n * d.c, d.s, 4096, 64, sm_count, &p->slices, &p->slice_length);

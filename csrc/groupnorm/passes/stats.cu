@@ -1,6 +1,6 @@
 // Group statistics: partial moments of slices, then their merge. A group is split over as many blocks as the GPU has
 // room for, whatever N * G is, and merged in a fixed order.
-#include "common/pointwise.cuh"
+#include "common/floor.cuh"
 #include "common/traverse.cuh"
 #include "groupnorm/groupnorm.h"
 #include "groupnorm/shared/affine_row.cuh"
@@ -20,15 +20,25 @@ struct MomentsReducer {
   using Partial = Moments<Acc>;
   ActChain pre;
 
+  template <int kSize>
+  __device__ __forceinline__ void apply(Acc (&x)[kSize]) const {
+    if constexpr (has_floor(kPre)) {
+      apply_chain<kPre, kIsCoarse<T>>(floored(pre), x);
+    } else {
+      apply_chain<kPre, kIsCoarse<T>>(pre, x);
+    }
+  }
   __device__ Coef load(int64_t) const { return {}; }
   __device__ State start(Coef, Acc x) const {
     State s;
-    s.shift = apply_chain<kPre>(pre, x);
+    Acc value[1] = {x};
+    apply(value);
+    s.shift = value[0];
     return s;
   }
   template <int kSize, typename StateOf, typename CoefOf>
   __device__ __forceinline__ void add(StateOf state, CoefOf, Acc (&x)[kSize], Acc (&)[kSize]) const {
-    apply_chain<kPre, kIsCoarse<T>>(pre, x);
+    apply(x);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) state(j).add(x[j]);
   }
@@ -219,7 +229,7 @@ inline constexpr int64_t kMostBlocks = 0x7fffffff;  // of a launch
 
 void plan_group_stats(GroupStatsParams* p, bool per_channel, int sm_count) {
   const GroupNormDims& d = p->dims;
-  const int vec = 16 / dtype_size(d.dtype);
+  const int vec = walk_size(dtype_size(d.dtype));
   // With one group the order of a sample's elements does not matter.
   if (d.channels_last && d.c > 1 && (per_channel || d.g > 1)) {
     p->partials.rows = d.c;
@@ -236,7 +246,7 @@ Status run_group_stats(const GroupStatsParams& p, cudaStream_t stream) {
   Status status;
   KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
     switch (chain_kind(p.pre_act)) {
-      case Chain::kNone: status = launch_stats<T, Chain::kNone>(p, stream); break;
+      case Chain::kNone:
       case Chain::kRelu: status = launch_stats<T, Chain::kRelu>(p, stream); break;
       default: status = launch_stats<T, Chain::kAny>(p, stream);
     }

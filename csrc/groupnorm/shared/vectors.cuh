@@ -3,10 +3,10 @@
 
 #include "common/async.cuh"
 #include "common/dtype.cuh"
+#include "common/floor.cuh"
 #include "common/pointwise.cuh"
 #include "common/reduce.cuh"
 #include "groupnorm/params.h"
-#include "groupnorm/shared/floor.cuh"
 #include "groupnorm/shared/prelu.cuh"
 
 namespace kgopt {
@@ -188,7 +188,7 @@ __device__ __forceinline__ void make_dz(const ActChain& act, const float (&dista
     float z[kVec];
 #pragma unroll
     for (int j = 0; j < kVec; ++j) z[j] = distance[j] * at(j).x + at(j).y;
-    multiply_slopes<kAct, kCoarse>(act, z, dy);
+    multiply_slopes<kAct, kCoarse>(floored(act), z, dy);
   }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/dependent_launch.cuh"
+#include "common/floor.cuh"
 #include "groupnorm/small/activations.cuh"
 #include "groupnorm/small/box.cuh"
 #include "groupnorm/small/bwd_team.cuh"
@@ -46,9 +47,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
   t.load(p.x, raw_x);
   t.load(p.dy, raw_dy);
   t.load_affine(p.weight, wide, weight_bits);
-  if (Traits::kAct == Chain::kAny ? s.act_kind != Chain::kNone : Traits::kAct != Chain::kNone) {
-    t.load_affine(p.bias, wide, bias_bits);
-  }
+  if (s.act_kind != Chain::kNone) t.load_affine(p.bias, wide, bias_bits);
   if (blocks > 1) open_box(&box, blocks);
   float xhat[kElements], dz[kElements], z[kElements], slope[kElements], weight[kElements], bias[kElements];
   uint32_t stopped = 0;
@@ -69,7 +68,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
   if constexpr (Traits::kAct == Chain::kAny) {
     multiply_slope(s.act_kind, p.act, z, dz);
   } else {
-    multiply_slopes<Traits::kAct, false>(p.act, z, dz);
+    multiply_slopes<Traits::kAct, false>(floored(p.act), z, dz);
   }
   // With one channel the sums of the group are those of the channel, but for the weight.
   const bool one_channel = s.channels == 1;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/async.cuh"
-#include "groupnorm/shared/floor.cuh"
+#include "common/floor.cuh"
 #include "groupnorm/shared/prelu.cuh"
 #include "groupnorm/small/activations.cuh"
 #include "groupnorm/small/box.cuh"

@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
+#include "common/floor.cuh"
 #include "common/launch.h"
-#include "groupnorm/shared/floor.cuh"
 #include "groupnorm/small/small.cuh"
 
 namespace kgopt {
@@ -34,7 +34,7 @@ Status dispatch_small(const char* kernel, Params& p, Launch launch) {
     if constexpr (kForward) any = any || p.is_extended;
     if (any) return launch(SmallInstance<T, Chain::kAny>());
     switch (p.shares.act_kind) {
-      case Chain::kNone: return launch(SmallInstance<T, kForward ? with_floor(Chain::kNone) : Chain::kNone>());
+      case Chain::kNone:
       case Chain::kRelu: return launch(SmallInstance<T, Chain::kRelu>());
       case Chain::kSilu: return launch(SmallInstance<T, Chain::kSilu>());
       default: return launch(SmallInstance<T, Chain::kAny>());

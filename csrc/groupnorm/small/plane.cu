@@ -4,8 +4,8 @@
 #include <type_traits>
 
 #include "common/dependent_launch.cuh"
+#include "common/floor.cuh"
 #include "common/launch.h"
-#include "common/pointwise.cuh"
 #include "groupnorm/small/small.cuh"
 
 namespace kgopt {
@@ -79,36 +79,35 @@ __global__ void __launch_bounds__(Traits::kRuns >= 4 ? kSmallMaxBwdThreads : kSm
     group_norm_small_plane_bwd_kernel(const __grid_constant__ GroupNormSmallBwdParams p) {
   using T = typename Traits::T;
   constexpr int kRuns = Traits::kRuns, kRun = kSmallRun, kElements = kRuns * kRun + 1;
-  constexpr bool kBlock = Traits::kBlock, kBiased = Traits::kAct != Chain::kNone;
+  constexpr bool kBlock = Traits::kBlock;
   __shared__ float2 shared[kSmallMaxWarps], planes[kSmallMaxWarps];
   let_dependents_start();
   const SmallShares& s = p.shares;
   const uint32_t tid = threadIdx.x, lanes = kBlock ? s.by_lanes.d : 32, team = kBlock ? s.by_lanes(tid) : tid / 32;
   const uint32_t unit = s.owner ? team * s.by_groups.d + blockIdx.x : blockIdx.x * s.teams + team;
   const bool active = team < s.teams && unit < s.units, wide = p.affine_dtype == Dtype::kFloat32;
+  const bool weighted = p.weight != nullptr, biased = p.bias != nullptr && !p.act.empty();
   const uint32_t channel = s.owner ? blockIdx.x : unit - s.by_groups(unit) * s.by_groups.d;
   PlaneParameter<T> weight, bias;
   const float mean = load_in_order<float>(p.mean, unit, active), rstd = load_in_order<float>(p.rstd, unit, active);
-  weight.load(p.weight, channel, wide, p.weight != nullptr && active);
-  if (kBiased) bias.load(p.bias, channel, wide, p.bias != nullptr && active);
+  weight.load(p.weight, channel, wide, weighted && active);
+  bias.load(p.bias, channel, wide, biased && active);
   const PlaneLane<T, kRuns> t(unit * s.elements, active ? s.elements : 0, tid - team * lanes, lanes);
   Vec<T, kRun> raw_x[kRuns], raw_dy[kRuns];
   T one_x, one_dy;
   t.load(p.x, raw_x, &one_x);
   t.load(p.dy, raw_dy, &one_dy);
-  const float w = p.weight != nullptr ? weight.value(wide) : 1.f, b = p.bias != nullptr ? bias.value(wide) : 0.f;
+  const float w = weighted ? weight.value(wide) : 1.f, b = biased ? bias.value(wide) : 0.f;
   float xhat[kElements], dz[kElements];
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
     xhat[k] = (to_acc(k < kElements - 1 ? raw_x[k / kRun].v[k % kRun] : one_x) - mean) * rstd;
     dz[k] = to_acc(k < kElements - 1 ? raw_dy[k / kRun].v[k % kRun] : one_dy);
   }
-  if constexpr (kBiased) {
-    float z[kElements];
+  float z[kElements];
 #pragma unroll
-    for (int k = 0; k < kElements; ++k) z[k] = xhat[k] * w + b;
-    multiply_slopes<Traits::kAct, false>(p.act, z, dz);
-  }
+  for (int k = 0; k < kElements; ++k) z[k] = xhat[k] * w + b;
+  multiply_slopes<Traits::kAct, false>(floored(p.act), z, dz);
   float terms[2] = {0.f, 0.f};
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {
@@ -177,7 +176,7 @@ Status dispatch_runs(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cu
 template <typename T>
 Status dispatch_act(const GroupNormSmallBwdParams& p, const SmallPlan& plan, cudaStream_t stream) {
   switch (chain_kind(p.act)) {
-    case Chain::kNone: return dispatch_runs<T, Chain::kNone>(p, plan, stream);
+    case Chain::kNone:
     case Chain::kRelu: return dispatch_runs<T, Chain::kRelu>(p, plan, stream);
     default: return dispatch_runs<T, Chain::kSilu>(p, plan, stream);
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/dependent_launch.cuh"
+#include "common/floor.cuh"
 #include "groupnorm/small/activations.cuh"
 #include "groupnorm/small/small.cuh"
 
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
   const uint32_t first = unit * s.elements, channel0 = first - s.by_groups(unit) * s.sample;
   const auto element = [&](int k) { return lane + k * lanes; };
   const auto has = [&](int k) { return active && element(k) < s.elements; };
-  const bool weighted = p.weight != nullptr, biased = p.bias != nullptr;
+  const bool weighted = p.weight != nullptr, biased = p.bias != nullptr && s.act_kind != Chain::kNone;
   // Parameters first, and all before any use: ptxas puts uses of x ahead of loads that come later.
   SmallAffine<T, kElements, true> weights, biases;
   T raw_x[kElements], raw_dy[kElements];
@@ -41,7 +42,6 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
     const uint32_t c = channel0 + element(k);
     weights.load_words(p.weight, k, c, has(k) && weighted && (wide || sizeof(T) == 4));
     if (sizeof(T) < 4) weights.load_halves(p.weight, k, c, has(k) && weighted && !wide);
-    if (Traits::kAct == Chain::kNone) continue;
     biases.load_words(p.bias, k, c, has(k) && biased && (wide || sizeof(T) == 4));
     if (sizeof(T) < 4) biases.load_halves(p.bias, k, c, has(k) && biased && !wide);
   }
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Traits::kElements == kSmallMaxElements ? kSmal
   if constexpr (kAny) {
     multiply_slope(s.act_kind, p.act, z, dz);
   } else {
-    multiply_slopes<Traits::kAct, false>(p.act, z, dz);
+    multiply_slopes<Traits::kAct, false>(floored(p.act), z, dz);
   }
   float terms[2] = {0.f, 0.f};
 #pragma unroll
