@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kgopt.rewrite import backend, clocks, verdicts, volumes
+from kgopt import accuracy
+from kgopt.rewrite import backend, clocks, training, verdicts, volumes
 
 
 class Net(nn.Module):
@@ -94,16 +97,116 @@ def test_what_is_no_faster_stays(faster):
     assert "contiguous" not in calls
 
 
-def test_a_training_step(faster):
+def gains_anyway(monkeypatch):
+    """The CPU's autocast leaves `torch.convolution` in float32, and PyTorch's results contiguous."""
+
+    def gain(both, x):
+        before, after = clocks.busy_both(int, int, x.device)
+        return before - after if after < training.GAIN * before else 0.0
+
+    monkeypatch.setattr(training, "_gain", gain)
+
+
+def results(run, x, of):
+    """Outputs, and gradients of x and the parameters that want one."""
+    outputs = run(x)
+    wanted = [t for t in (x, *of.parameters()) if t.requires_grad]
+    weights = [torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape) for y in outputs]
+    loss = sum((y.double() * w).sum() for y, w in zip(outputs, weights, strict=True))
+    return [*outputs, *torch.autograd.grad(loss, wanted)]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("ratio", "last", "own"),
+    [(0.5, True, True), (0.95, False, True), (0.98, False, False)],
+    ids=["channels_last", "as_it_lies", "stays"],
+)
+def test_a_training_step(faster, monkeypatch, ratio, last, own, autocast):
+    """kgopt's convolutions with their gradients, in the format of the graph where channels_last does not pay."""
+    faster["ratio"] = ratio
+    if autocast:
+        gains_anyway(monkeypatch)
     model, x = Net(), torch.randn(2, 2, 4, 6, 8, requires_grad=True)
+    calls = []
+
+    def rewritten(x):
+        found, names = captured(model, x)
+        calls.extend(names)
+        return found
+
+    wide = copy.deepcopy(model).double()
+    exact = results(wide, x.detach().double().requires_grad_(), wide)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, expected = results(rewritten, x, model), results(model, x, model)
+    names = [name for name in calls if "conv" in name]
+    ours = [name for name in names if name.startswith("kgopt.")]
+    assert ours == (["kgopt.conv3d.default"] * 2 + ["kgopt.conv_transpose3d.default", "kgopt.conv3d.default"]) * own
+    assert len(names) == 4
+    assert ("contiguous" in calls) is last
+    assert [y.stride() for y in found[:2]] == [y.stride() for y in expected[:2]]
+    for y, plain, right in zip(found, expected, exact, strict=True):
+        assert y.dtype is plain.dtype
+        errors = [accuracy.relative_error(t.detach(), right.detach()) for t in (y, plain)]
+        assert errors[0] <= accuracy.allowed(torch.bfloat16 if autocast else torch.float32, errors[1])
+
+
+class Odd(nn.Module):
+    """Convolutions that are not to be replaced in training, and one that is."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Conv3d(2, 4, 3).requires_grad_(False)
+        self.named = nn.Conv3d(4, 4, 3, padding="same")
+        self.last = nn.Conv3d(4, 4, 1)
+
+    def forward(self, x):
+        return (self.last(self.named(self.frozen(x))),)
+
+
+def test_convolutions_without_gradients_and_with_other_arguments(faster):
+    model, x = Odd(), torch.randn(2, 2, 4, 6, 8)
     found, calls = captured(model, x)
-    assert "contiguous" in calls
-    expected = model(x)
-    agree(found, expected)
-    wanted = [x, *model.parameters()]
-    ours, theirs = (torch.autograd.grad(sum(y.square().sum() for y in ys), wanted) for ys in (found, expected))
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    agree(found, model(x))
+    assert sum("conv3d" in name for name in calls) == 3
+    assert calls.count("kgopt.conv3d.default") == 1
+
+
+def test_one_that_is_not_as_accurate_stays(faster, monkeypatch):
+    monkeypatch.setattr(accuracy, "allowed", lambda *errors: -1.0)
+    _, calls = captured(Net(), torch.randn(2, 2, 4, 6, 8))
+    assert not any(name.startswith("kgopt.conv") for name in calls)
+
+
+def test_a_verdict_holds_for_equal_graphs(faster):
+    """As it does for kgopt.optimize: the same question, in the same store."""
+    model, x = Net(), torch.randn(2, 2, 4, 6, 8)
+    _, calls = captured(model, x)
+    faster["ratio"] = 2.0
+    assert captured(model, x)[1] == calls
+    assert any("training gain" in key for key in verdicts.compiled._values)
+
+
+def test_what_a_step_keeps(faster, monkeypatch):
+    """Each convolution's input once, in one format and dtype."""
+    monkeypatch.setattr(training, "_gain", lambda both, x: 0.5)
+    model = nn.Sequential(*(nn.Sequential(nn.Conv3d(c, 16, 3, padding=1), nn.InstanceNorm3d(16, affine=True),
+                                          nn.LeakyReLU(inplace=True)) for c in (2, 16, 16)))  # fmt: skip
+    x = torch.randn(2, 2, 6, 8, 10)
+    kept = []
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="kgopt", options={"kgopt.always": True})
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = compiled(x)
+    y.float().square().sum().backward()
+    large = {t.data_ptr(): t.numel() * t.element_size() for t in kept if t.shape[:1] == x.shape[:1] and t.dim() == 5}
+    positions = 2 * 6 * 8 * 10
+    # bf16: x, what three convolutions give, and what two of them are given.
+    assert sum(large.values()) <= 2 * positions * (2 + 3 * 16 + 2 * 16)
+    assert len(backend.last_report.sites) == 3
+    assert "3 of them by kgopt" in backend.last_report.glue
 
 
 def test_inductor(faster):

@@ -97,7 +97,7 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute:
     if folded:
         glue.append(f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}")
     formats = volumes.find(graph_module)
-    dims_last = [*([4] if convolves(graph) else []), *([5] if formats.options else [])]
+    dims_last = [*([4] if convolves(graph) else []), *([5] if formats.channels_last else [])]
     contest = None if always else Contest(functools.partial(_write_all, dims_last), dims_last)
     for found in _Reader(graph_module, dims_last).matches():
         row = SiteRow(found.norm.origin.name, found.chain.label, "")

@@ -1,8 +1,9 @@
 """The memory format of convolutions over volumes in captured graphs, and the kernels that compute them.
 
 Inductor computes convolutions of images in channels_last wherever it expects that to be faster; those of volumes it
-leaves in the format of the model. So they are timed in both formats while a graph is compiled, and in inference kgopt's
-own kernels beside cuDNN's in channels_last. Where the sum is smaller by more than a tenth, each convolution is given
+leaves in the format of the model. So they are timed in both formats while a graph is compiled, and kgopt's beside
+cuDNN's: in inference its own kernels in channels_last, in training its op with its gradients in either format, by the
+measurement of :mod:`~kgopt.rewrite.training`. Where the sum is smaller by more than a tenth, each convolution is given
 its input in channels_last; what is between them follows. Results of the graph have the format that they had.
 """
 
@@ -15,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from kgopt.rewrite import clocks, originals, verdicts
+from kgopt.rewrite import clocks, originals, training, verdicts
 from kgopt.rewrite.captured import is_known, stand_in, uses_autocast, value
 from kgopt.rewrite.glue import search
-from kgopt.rewrite.glue.calls import Call, geometry_of, recognize
+from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, Call, geometry_of, recognize
 from kgopt.torch_private import outside_of_tracing
 
 MARGIN = 0.9  # of the time in the model's format: what is between convolutions is not measured
@@ -31,18 +32,20 @@ _MEASURES_ON = ("cuda",)
 
 @dataclass
 class _Times:
-    """Of one convolution: seconds as the graph has it, and in channels_last, by an option of glue/calls.py or "" ."""
+    """Of one convolution: seconds in the format of the graph and in channels_last, each by its faster way."""
 
     before: float
     after: float
-    option: str = ""
+    option_before: str  # of glue/calls.py; "": PyTorch's
+    option: str
 
 
 @dataclass
 class Volumes:
-    """The convolutions of a graph that are to read channels_last, by option; "": PyTorch's."""
+    """What becomes of the convolutions of a graph."""
 
-    options: dict[fx.Node, str] = field(default_factory=dict)
+    channels_last: bool = False  # they are to read it
+    options: dict[fx.Node, str] = field(default_factory=dict)  # how they are computed; "": by PyTorch
 
     def write(self, graph_module: fx.GraphModule) -> str:
         """Puts it into the graph, unless code of the model counts on the format that it had. What was done."""
@@ -50,10 +53,11 @@ class Volumes:
         left = {node: option for node, option in self.options.items() if node.users}  # others became parts of sites
         for node, option in left.items():
             with graph.inserting_before(node):
-                x = _input(node)
-                last = graph.call_method("contiguous", (x,), {"memory_format": _FORMAT})
-                added.append(last)
-                node.replace_input_with(x, last)
+                if self.channels_last:
+                    x = _input(node)
+                    last = graph.call_method("contiguous", (x,), {"memory_format": _FORMAT})
+                    added.append(last)
+                    node.replace_input_with(x, last)
                 if option:
                     own = _own(graph, node, option)
                     own.meta.update(node.meta)
@@ -69,6 +73,8 @@ class Volumes:
             return ""
         for node, _ in replaced:
             graph.erase_node(node)
+        if not self.channels_last:
+            return f"{len(replaced)} convolutions of volumes by kgopt"
         return f"{len(left)} convolutions of volumes in channels_last, {len(replaced)} of them by kgopt"
 
 
@@ -145,9 +151,9 @@ def find(graph_module: fx.GraphModule) -> Volumes:
             return Volumes()
         times[node] = found
     before, after = (sum(getattr(t, name) for t in times.values()) for name in ("before", "after"))
-    if not times or after > MARGIN * before:
-        return Volumes()
-    return Volumes({node: t.option for node, t in times.items()})
+    if times and after <= MARGIN * before:
+        return Volumes(True, {node: t.option for node, t in times.items()})
+    return Volumes(False, {node: t.option_before for node, t in times.items() if t.option_before})
 
 
 def _measured(node: fx.Node, grad: bool) -> _Times | None:
@@ -159,7 +165,7 @@ def _measured(node: fx.Node, grad: bool) -> _Times | None:
         return None
     kinds = [t if grad else t.detach() for t in tensors]
     rest = fx.map_arg(given, lambda n: f"%{node.all_input_nodes.index(n)}")
-    key = verdicts.key_of("volume", tensors[0].device, _CONVS[node.target], rest, kinds, grad)
+    key = verdicts.key_of("volume 2", tensors[0].device, _CONVS[node.target], rest, kinds, grad)
 
     def measure() -> list[Any] | None:
         # Whatever a convolution raises: PyTorch will raise it again, or memory is short.
@@ -176,21 +182,23 @@ def _measure(node: fx.Node, grad: bool) -> list[Any]:
     plain, last = (_Convolution(node, channels_last, grad) for channels_last in (False, True))
     with torch.set_grad_enabled(grad):
         before, after = clocks.busy_both(plain.step, last.step, device)
-        call = None if grad else last.call()
-        if call is None:
-            return [before, after, ""]
-        option = search.verdict(call, last.step)
-        if option:
+        if grad:
+            gains = [convolution.gain() for convolution in (plain, last)]
+            return [before - gains[0], after - gains[1], *("auto" if gain else "" for gain in gains)]
+        call = last.call()
+        option = search.verdict(call, last.step) if call is not None else ""
+        if call is not None and option:
             after = min(clocks.busy_both(lambda: call.run(option), last.step, device))
-    return [before, after, option]
+    return [before, after, "", option]
 
 
 class _Convolution:
-    """A call of the graph, on tensors of its sizes."""
+    """A call of the graph, on tensors of its sizes. The weight lies as the graph has it: a copy of it is a call's work."""
 
     def __init__(self, node: fx.Node, channels_last: bool, grad: bool) -> None:
         self.function: Any = node.target
-        made = {n: stand_in(value(n), value(n).device, channels_last) for n in node.all_input_nodes}
+        x = _input(node)
+        made = {n: stand_in(value(n), value(n).device, channels_last and n is x) for n in node.all_input_nodes}
         self.wanted = [t.requires_grad_() for n, t in made.items() if grad and value(n).requires_grad]
         self.args, self.kwargs = fx.map_arg((node.args, dict(node.kwargs)), made.__getitem__)  # type: ignore[misc, arg-type]
 
@@ -199,6 +207,28 @@ class _Convolution:
         if self.wanted:
             torch.autograd.grad(y, self.wanted, torch.ones_like(y))
         return y
+
+    def gain(self) -> float:
+        """Seconds that kgopt's op saves, forward and backward."""
+        found = geometry_of(self.function, self.args, self.kwargs)
+        if not self.wanted or found is None:
+            return 0.0
+        (x, weight, bias), (name, transposed, stride, padding, dilation, output_padding, groups) = found
+        if weight.dim() != x.dim() or not (x.dtype is weight.dtype or torch.is_autocast_enabled(x.device.type)):
+            return 0.0
+        if bias is not None and bias.dtype is not weight.dtype:
+            return 0.0
+
+        def theirs(x: Tensor) -> Tensor:
+            return CONV_FUNCTIONS[name](x, weight, bias, stride, padding, *tail)  # type: ignore[no-any-return]
+
+        def ours(x: Tensor) -> Tensor:
+            return Call("conv", found[1], x, (weight, bias)).run("auto")
+
+        tail = (output_padding, groups, dilation) if transposed else (dilation, groups)
+        geometry = (stride, padding, dilation, transposed, output_padding, groups)
+        both = training.both_of_convolution(name, theirs, ours, weight, bias, geometry)
+        return training.gain_of(both, x, verdicts.of_graphs())
 
     def call(self) -> Call | None:
         """As one that kgopt may compute; the bias is the compiler's."""
