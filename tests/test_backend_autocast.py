@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kgopt.rewrite import backend, volumes
+from kgopt.rewrite import backend, convolutions
 
 
 def instance(x, w, b, k):
@@ -116,8 +116,8 @@ def test_convolutions_in_training(dtype, last, monkeypatch, autocast_without_a_g
     def function(x, w, b, k):
         return torch.conv3d(F.relu(F.instance_norm(x, weight=w, bias=b)), k, b, padding=1)
 
-    times = volumes._Times(1.0, 0.5 if last else 2.0, "auto", "auto")
-    monkeypatch.setattr(volumes, "_measured", lambda node, grad: times)
+    times = convolutions._Times(1.0, 1.0, 1.0, 0.5 if last else 2.0, "auto", "auto")
+    monkeypatch.setattr(convolutions, "_measured", lambda node, grad, until: times)
     mode = FakeTensorMode()
     with mode:
         x = torch.empty(2, 8, 6, 6, 6, dtype=dtype, device="cuda")

@@ -1,5 +1,5 @@
 """Convolutions, upsampling and concatenation in training: kgopt's ops and their gradients, where they were measured
-faster. Convolutions of captured graphs are judged by the same measurement (:mod:`~kgopt.rewrite.volumes`).
+faster. Convolutions of captured graphs are judged by the same measurement (:mod:`~kgopt.rewrite.convolutions`).
 
 A convolution, and a module whose own code calls ``F.interpolate`` or ``torch.cat``, gets a forward that times forward
 and backward of both ways at an input it has not seen, when :func:`kgopt.optimize` runs the example inputs of a model in

@@ -1,4 +1,4 @@
-"""Convolutions of volumes in captured graphs: channels_last where it was measured to be faster (rewrite/volumes.py)."""
+"""Convolutions of captured graphs: channels_last, and kgopt's kernels, where they were measured to be faster."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from kgopt import accuracy
-from kgopt.rewrite import backend, clocks, training, verdicts, volumes
+from kgopt.rewrite import backend, clocks, convolutions, training, verdicts
 
 
 class Net(nn.Module):
@@ -42,7 +42,7 @@ class Net(nn.Module):
 def faster(monkeypatch):
     """What is measured second takes a half of the time; a dict to change that."""
     how = {"ratio": 0.5}
-    monkeypatch.setattr(volumes, "_MEASURES_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(convolutions, "_MEASURES_ON", ("cpu", "cuda"))
     monkeypatch.setattr(clocks, "busy_both", lambda first, second, device: (first(), second(), 1.0, how["ratio"])[2:])
     monkeypatch.setattr(verdicts, "compiled", verdicts.Store())
     monkeypatch.setattr(verdicts, "inductor_cache_dir", lambda: None)
@@ -151,6 +151,90 @@ def test_a_training_step(faster, monkeypatch, ratio, last, own, autocast):
         assert errors[0] <= accuracy.allowed(torch.bfloat16 if autocast else torch.float32, errors[1])
 
 
+class Images(nn.Module):
+    """Convolutions of images and one of volumes; `read`: by what the first one's result is read."""
+
+    def __init__(self, read=F.relu):
+        super().__init__()
+        self.first, self.up, self.read = nn.Conv2d(2, 4, 3, padding=1), nn.ConvTranspose2d(4, 3, 2, stride=2), read
+        self.volumes = nn.Conv3d(1, 2, 1, bias=False)
+
+    def forward(self, x):
+        y = self.up(self.read(self.first(x)))
+        return y, self.volumes(y[:, None])
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.98])
+def test_images_in_training(faster, ratio):
+    """One format for all, so that Inductor need not choose."""
+    faster["ratio"] = ratio
+    model, x = Images(), torch.randn(2, 2, 6, 8)
+    wide = copy.deepcopy(model).double()
+    calls = []
+
+    def rewritten(x):
+        found, names = captured(model, x)
+        calls.extend(names)
+        return found
+
+    found, expected = results(rewritten, x, model), results(model, x, model)
+    assert [y.stride() for y in found[:2]] == [y.stride() for y in expected[:2]]
+    for y, plain, right in zip(found, expected, results(wide, x.double(), wide), strict=True):
+        errors = [accuracy.relative_error(t.detach(), right.detach()) for t in (y, plain)]
+        assert errors[0] <= accuracy.allowed(torch.float32, errors[1])
+    ours = ["kgopt.conv2d.default", "kgopt.conv_transpose2d.default", "kgopt.conv3d.default"]
+    assert [name for name in calls if name in ours] == ours * (ratio < 0.9)
+    assert calls.count("contiguous") >= 3 if ratio < 0.9 else "contiguous" not in calls
+
+
+def test_images_whose_convolutions_pytorch_computes_stay(faster, monkeypatch):
+    """Inductor knows a format for them; a gain in volumes moves volumes alone."""
+    monkeypatch.setattr(training, "_gain", lambda both, x: 0.0)
+    _, calls = captured(Images(), torch.randn(2, 2, 6, 8))
+    assert backend.last_report.glue == "1 convolutions of volumes in channels_last, 0 of them by kgopt"
+    assert not any("kgopt" in name for name in calls)
+
+
+@pytest.mark.parametrize(("plain", "last", "best"), [(1.0, 2.0, 1.5), (2.0, 1.0, 0.99)])
+def test_images_must_beat_both_formats(faster, monkeypatch, plain, last, best):
+    """A gain in channels_last is none where Inductor may leave the model as it is."""
+    times = convolutions._Times(plain, last, plain, best, "", "auto")
+    monkeypatch.setattr(convolutions, "_measured", lambda node, grad, until: times)
+    graph = fx.symbolic_trace(nn.Conv2d(2, 3, 3))
+    (conv,) = (node for node in graph.graph.nodes if node.op == "call_function")
+    assert convolutions.find(graph).ways == {}
+    monkeypatch.setattr(convolutions, "_measured", lambda *given: convolutions._Times(1.0, 1.0, 1.0, 0.9, "", "auto"))
+    assert convolutions.find(graph).ways == {conv: convolutions._Way("auto", channels_last=True)}
+
+
+@pytest.mark.parametrize(
+    ("read", "free"), [(F.relu, True), (lambda y: F.group_norm(y, 2), False)], ids=["relu", "norm"]
+)
+def test_a_bias_that_the_compiler_adds_on_the_way(faster, monkeypatch, read, free):
+    """Only a convolution whose result elementwise functions read is timed without its bias, and only in inference."""
+    timed = []
+    step = convolutions._Convolution.step
+
+    def noted(self):
+        args, kwargs = self.timed
+        timed.append([*args, *kwargs.values()][2] is None)
+        return step(self)
+
+    monkeypatch.setattr(convolutions._Convolution, "step", noted)
+    with torch.no_grad():
+        captured(Images(read).eval(), torch.randn(2, 2, 6, 8))
+    assert timed == [free] * 2 + [False] * 2 + [True] * 2  # of the graph's results, and of what has none
+    timed.clear()
+    captured(Images(read), torch.randn(2, 2, 6, 8))
+    assert timed[:4] == [False] * 4
+
+
+def test_measurements_end(faster, monkeypatch):
+    monkeypatch.setattr(convolutions, "SECONDS", -1.0)
+    _, calls = captured(Net(), torch.randn(2, 2, 4, 6, 8))
+    assert not any("kgopt.conv" in name for name in calls)
+
+
 class Odd(nn.Module):
     """Convolutions that are not to be replaced in training, and one that is."""
 
@@ -229,14 +313,14 @@ def test_sizes_that_are_not_known(faster):
 
 def test_own_kernels(faster, monkeypatch):
     """The op that is written is that of the measurement."""
-    find = volumes.find
+    find = convolutions.find
 
     def found(graph_module):
         formats = find(graph_module)
-        formats.options = dict.fromkeys(formats.options, "own")
+        formats.ways = dict.fromkeys(formats.ways, convolutions._Way("own", channels_last=True))
         return formats
 
-    monkeypatch.setattr(volumes, "find", found)
+    monkeypatch.setattr(convolutions, "find", found)
     model, x = Net().eval(), torch.randn(2, 2, 4, 6, 8)
     seen = []
 

@@ -1,65 +1,85 @@
-"""The memory format of convolutions over volumes in captured graphs, and the kernels that compute them.
+"""The convolutions of captured graphs: the memory format that they read, and the kernels that compute them.
 
 Inductor computes convolutions of images in channels_last wherever it expects that to be faster; those of volumes it
-leaves in the format of the model. So they are timed in both formats while a graph is compiled, and kgopt's beside
-cuDNN's: in inference its own kernels in channels_last, in training its op with its gradients in either format, by the
-measurement of :mod:`~kgopt.rewrite.training`. Where the sum is smaller by more than a tenth, each convolution is given
-its input in channels_last; what is between them follows. Results of the graph have the format that they had.
+leaves in the format of the model. While a graph is compiled they are timed in both formats, and kgopt's beside cuDNN's:
+in inference its own kernels in channels_last, in training its op with its gradients, by the measurement of
+:mod:`~kgopt.rewrite.training`.
+
+Volumes: where the sum is smaller by more than a tenth in channels_last, each convolution is given its input so; what is
+between them follows. Images: where the sum in channels_last, with kgopt's, is smaller than cuDNN's in either format:
+which of them Inductor takes is not known yet. Results of the graph have the format that they had.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from kgopt.rewrite import clocks, originals, training, verdicts
+from kgopt._layout import FORMATS
+from kgopt.rewrite import clocks, contest, originals, training, verdicts
 from kgopt.rewrite.captured import is_known, stand_in, uses_autocast, value
 from kgopt.rewrite.glue import search
 from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, Call, geometry_of, recognize
 from kgopt.torch_private import outside_of_tracing
 
 MARGIN = 0.9  # of the time in the model's format: what is between convolutions is not measured
-_FORMAT = torch.channels_last_3d
+SECONDS = 60.0  # of measurements for a graph, after which it stays as it is
 # F.conv3d is the same function.
-_CONVS: dict[Any, str] = {torch.conv3d: "conv3d", torch.conv_transpose3d: "conv_transpose3d"}
-_CONVS = {f: name for f, name in _CONVS.items() if originals.is_torchs(f)}
+_CONVS: dict[Any, str] = {f: name for name, f in CONV_FUNCTIONS.items() if originals.is_torchs(f)}
+_NAMES = {4: "images", 5: "volumes"}
 _MEASURES_ON = ("cuda",)
 
 
 @dataclass
 class _Times:
-    """Of one convolution: seconds in the format of the graph and in channels_last, each by its faster way."""
+    """Of one convolution, as the graph has it and in channels_last: seconds by PyTorch, and by the faster way."""
 
-    before: float
-    after: float
-    option_before: str  # of glue/calls.py; "": PyTorch's
+    plain: float
+    last: float
+    best_plain: float
+    best_last: float
+    option_plain: str  # the faster way, of glue/calls.py; "": PyTorch's
+    option_last: str
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a convolution is computed."""
+
     option: str
+    channels_last: bool
 
 
 @dataclass
-class Volumes:
+class Convolutions:
     """What becomes of the convolutions of a graph."""
 
-    channels_last: bool = False  # they are to read it
-    options: dict[fx.Node, str] = field(default_factory=dict)  # how they are computed; "": by PyTorch
+    ways: dict[fx.Node, _Way] = field(default_factory=dict)
+
+    @property
+    def dims_last(self) -> set[int]:
+        """Numbers of dims of the tensors that will lie in channels_last."""
+        return {_dims(node) for node, way in self.ways.items() if way.channels_last}
 
     def write(self, graph_module: fx.GraphModule) -> str:
         """Puts it into the graph, unless code of the model counts on the format that it had. What was done."""
         graph, added, replaced = graph_module.graph, [], []
-        left = {node: option for node, option in self.options.items() if node.users}  # others became parts of sites
-        for node, option in left.items():
+        left = {node: way for node, way in self.ways.items() if node.users}  # others became parts of sites
+        for node, way in left.items():
             with graph.inserting_before(node):
-                if self.channels_last:
+                if way.channels_last:
                     x = _input(node)
-                    last = graph.call_method("contiguous", (x,), {"memory_format": _FORMAT})
+                    last = graph.call_method("contiguous", (x,), {"memory_format": FORMATS[_dims(node)]})
                     added.append(last)
                     node.replace_input_with(x, last)
-                if option:
-                    own = _own(graph, node, option)
+                if way.option:
+                    own = _own(graph, node, way.option)
                     own.meta.update(node.meta)
                     node.replace_all_uses_with(own)
                     replaced.append((node, own))
@@ -71,16 +91,29 @@ class Volumes:
                 last.replace_all_uses_with(last.args[0])  # type: ignore[arg-type]
                 graph.erase_node(last)
             return ""
+        said = [
+            _said(name, [way for node, way in left.items() if _dims(node) == dims]) for dims, name in _NAMES.items()
+        ]
         for node, _ in replaced:
             graph.erase_node(node)
-        if not self.channels_last:
-            return f"{len(replaced)} convolutions of volumes by kgopt"
-        return f"{len(left)} convolutions of volumes in channels_last, {len(replaced)} of them by kgopt"
+        return "; ".join(filter(None, said))
+
+
+def _said(name: str, ways: list[_Way]) -> str:
+    ours = sum(bool(way.option) for way in ways)
+    if any(way.channels_last for way in ways):
+        return f"{len(ways)} convolutions of {name} in channels_last, {ours} of them by kgopt"
+    return f"{ours} convolutions of {name} by kgopt" if ways else ""
 
 
 def _input(node: fx.Node) -> fx.Node:
     """What a convolution reads, however its arguments are given."""
     return node.args[0] if node.args else node.kwargs["input"]  # type: ignore[return-value]
+
+
+def _dims(node: fx.Node) -> int:
+    """Of a convolution with samples."""
+    return 5 if _CONVS[node.target].endswith("3d") else 4
 
 
 def _own(graph: fx.Graph, node: fx.Node, option: str) -> fx.Node:
@@ -137,76 +170,122 @@ def _leaf(t: Any) -> Any:
     return t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
 
 
-def find(graph_module: fx.GraphModule) -> Volumes:
-    """What is faster in channels_last, by measurement; nothing where sizes are not known."""
-    graph, times = graph_module.graph, {}
-    grad = torch.is_grad_enabled()
+def find(graph_module: fx.GraphModule) -> Convolutions:
+    """What is faster otherwise, by measurement; nothing where sizes are not known."""
+    graph, until = graph_module.graph, time.monotonic() + SECONDS
+    times: dict[int, dict[fx.Node, _Times | None]] = {dims: {} for dims in _NAMES}
     if uses_autocast(graph):
-        return Volumes()
+        return Convolutions()
     for node in graph.nodes:
-        if node.op != "call_function" or node.target not in _CONVS or not originals.runs_as_is(node.target):
-            continue
-        found = _measured(node, grad)
-        if found is None:
-            return Volumes()
-        times[node] = found
-    before, after = (sum(getattr(t, name) for t in times.values()) for name in ("before", "after"))
-    if times and after <= MARGIN * before:
-        return Volumes(True, {node: t.option for node, t in times.items()})
-    return Volumes(False, {node: t.option_before for node, t in times.items() if t.option_before})
+        if node.op == "call_function" and node.target in _CONVS and originals.runs_as_is(node.target):
+            of_all = times[_dims(node)]
+            if None not in of_all.values():
+                of_all[node] = _measured(node, torch.is_grad_enabled(), until)
+    found = Convolutions()
+    for dims, choose in ((4, _of_images), (5, _of_volumes)):
+        known = {node: t for node, t in times[dims].items() if t is not None}
+        if known and len(known) == len(times[dims]):
+            found.ways.update(choose(known))
+    return found
 
 
-def _measured(node: fx.Node, grad: bool) -> _Times | None:
+def _of_volumes(times: Mapping[fx.Node, _Times]) -> dict[fx.Node, _Way]:
+    if sum(t.best_last for t in times.values()) <= MARGIN * sum(t.best_plain for t in times.values()):
+        return {node: _Way(t.option_last, True) for node, t in times.items()}
+    return {node: _Way(t.option_plain, False) for node, t in times.items() if t.option_plain}
+
+
+def _of_images(times: Mapping[fx.Node, _Times]) -> dict[fx.Node, _Way]:
+    theirs = min(sum(t.plain for t in times.values()), sum(t.last for t in times.values()))
+    ours = sum(t.best_last for t in times.values())
+    if not any(t.option_last for t in times.values()) or ours > training.GAIN * theirs:
+        return {}
+    # Also those that stay PyTorch's: Inductor asks how many those are, and would leave a few in the model's format.
+    return {node: _Way(t.option_last, True) for node, t in times.items()}
+
+
+def _measured(node: fx.Node, grad: bool, until: float) -> _Times | None:
     given = (node.args, dict(node.kwargs))
     tensors = [value(n) for n in node.all_input_nodes]
-    if not tensors or not all(map(is_known, tensors)) or any(t.device.type not in _MEASURES_ON for t in tensors):
+    if not tensors or not all(map(is_known, tensors)) or not all(_may_measure_on(t.device.type) for t in tensors):
         return None
-    if value(_input(node)).dim() != 5:
+    if value(_input(node)).dim() != _dims(node):
         return None
     kinds = [t if grad else t.detach() for t in tensors]
     rest = fx.map_arg(given, lambda n: f"%{node.all_input_nodes.index(n)}")
-    key = verdicts.key_of("volume 2", tensors[0].device, _CONVS[node.target], rest, kinds, grad)
+    is_free = not grad and _is_bias_free(node)
+    key = verdicts.key_of("convolution", tensors[0].device, _CONVS[node.target], rest, kinds, grad, is_free)
 
     def measure() -> list[Any] | None:
+        if time.monotonic() > until:
+            return None
         # Whatever a convolution raises: PyTorch will raise it again, or memory is short.
         with contextlib.suppress(Exception), outside_of_tracing() as is_outside:
-            return _measure(node, grad) if is_outside else None
+            return _measure(node, grad, is_free) if is_outside else None
         return None
 
     found, _ = verdicts.of_graphs().settle(key, measure)
     return None if found is None else _Times(*found)
 
 
-def _measure(node: fx.Node, grad: bool) -> list[Any]:
+def _may_measure_on(device: str) -> bool:
+    """A graph of fake tensors may be one for a GPU that is not here."""
+    return device in _MEASURES_ON and (device != "cuda" or torch.cuda.is_available())
+
+
+def _is_bias_free(node: fx.Node) -> bool:
+    """Whether Inductor adds the bias on the way, in a kernel for what follows."""
+    made = value(node)
+    return isinstance(made, Tensor) and all(contest.is_elementwise(reader, made) for reader in node.users)
+
+
+def _measure(node: fx.Node, grad: bool, is_bias_free: bool) -> list[Any]:
     device = value(node.all_input_nodes[0]).device
-    plain, last = (_Convolution(node, channels_last, grad) for channels_last in (False, True))
+    plain, last = (_Convolution(node, channels_last, grad, is_bias_free) for channels_last in (False, True))
     with torch.set_grad_enabled(grad):
         before, after = clocks.busy_both(plain.step, last.step, device)
         if grad:
-            gains = [convolution.gain() for convolution in (plain, last)]
-            return [before - gains[0], after - gains[1], *("auto" if gain else "" for gain in gains)]
+            of_plain = plain.gain() if _dims(node) == 5 else 0.0  # nothing asks for it of images
+            gains = of_plain, last.gain()
+            options = ["auto" if gain else "" for gain in gains]
+            return [before, after, before - gains[0], after - gains[1], *options]
         call = last.call()
-        option = search.verdict(call, last.step) if call is not None else ""
+        option = search.verdict(call, last.whole) if call is not None else ""
+        best = after
         if call is not None and option:
-            after = min(clocks.busy_both(lambda: call.run(option), last.step, device))
-    return [before, after, "", option]
+            best = min(clocks.busy_both(lambda: call.run(option), last.step, device))
+            option = option if best < after else ""
+    return [before, after, before, best, "", option]
 
 
 class _Convolution:
-    """A call of the graph, on tensors of its sizes. The weight lies as the graph has it: a copy of it is a call's work."""
+    """A call of the graph, on tensors of its sizes.
 
-    def __init__(self, node: fx.Node, channels_last: bool, grad: bool) -> None:
+    The weight lies as the graph has it: a copy of it is part of a call.
+    """
+
+    def __init__(self, node: fx.Node, channels_last: bool, grad: bool, is_bias_free: bool) -> None:
         self.function: Any = node.target
         x = _input(node)
         made = {n: stand_in(value(n), value(n).device, channels_last and n is x) for n in node.all_input_nodes}
         self.wanted = [t.requires_grad_() for n, t in made.items() if grad and value(n).requires_grad]
-        self.args, self.kwargs = fx.map_arg((node.args, dict(node.kwargs)), made.__getitem__)  # type: ignore[misc, arg-type]
+        given = node.args, dict(node.kwargs)
+        self.args, self.kwargs = fx.map_arg(given, made.__getitem__)  # type: ignore[misc, arg-type]
+        found = geometry_of(node.target, *given) if is_bias_free else None
+        bias = None if found is None else found[0][2]
+        self.timed = fx.map_arg(given, lambda n: None if n is bias else made[n])  # type: ignore[arg-type, return-value]
 
     def step(self) -> Any:
-        y = self.function(*self.args, **self.kwargs)
+        """What is timed."""
+        args, kwargs = self.timed  # type: ignore[misc]
+        y = self.function(*args, **kwargs)
         if self.wanted:
             torch.autograd.grad(y, self.wanted, torch.ones_like(y))
         return y
+
+    def whole(self) -> Any:
+        """With its bias in any case."""
+        return self.function(*self.args, **self.kwargs)
 
     def gain(self) -> float:
         """Seconds that kgopt's op saves, forward and backward."""
