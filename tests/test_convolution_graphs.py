@@ -229,6 +229,28 @@ def test_a_bias_that_the_compiler_adds_on_the_way(faster, monkeypatch, read, fre
     assert timed[:4] == [False] * 4
 
 
+@pytest.mark.parametrize("ratio", [0.5, 0.95])
+def test_one_channel(faster, ratio):
+    """A tensor of one channel lies in both formats; its convolution gave a contiguous one, and a step three copies."""
+    faster["ratio"] = ratio
+    model, x = nn.Sequential(nn.Conv3d(1, 4, 3), nn.GroupNorm(2, 4), nn.Conv3d(4, 2, 1)), torch.randn(2, 1, 4, 6, 8)
+    read = []
+
+    class Noting(fx.Interpreter):
+        def call_function(self, target, args, kwargs):
+            if target is F.group_norm:
+                read.append(args[0].is_contiguous(memory_format=torch.channels_last_3d))
+            return super().call_function(target, args, kwargs)
+
+    def rewrite(graph, example_inputs):
+        backend.rewrite_graph(graph)
+        return Noting(graph).run
+
+    torch._dynamo.reset()
+    agree([torch.compile(model, backend=rewrite)(x)], [model(x)])
+    assert read == [ratio < 0.9]
+
+
 def test_measurements_end(faster, monkeypatch):
     monkeypatch.setattr(convolutions, "SECONDS", -1.0)
     _, calls = captured(Net(), torch.randn(2, 2, 4, 6, 8))

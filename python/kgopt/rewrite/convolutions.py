@@ -78,11 +78,18 @@ class Convolutions:
                     last = graph.call_method("contiguous", (x,), {"memory_format": FORMATS[_dims(node)]})
                     added.append(last)
                     node.replace_input_with(x, last)
+                made = node
                 if way.option:
-                    own = _own(graph, node, way.option)
-                    own.meta.update(node.meta)
-                    node.replace_all_uses_with(own)
-                    replaced.append((node, own))
+                    made = _own(graph, node, way.option)
+                    made.meta.update(node.meta)
+                    node.replace_all_uses_with(made)
+                    replaced.append((node, made))
+            if way.channels_last:  # of one channel in either format some give a contiguous tensor
+                with graph.inserting_after(made):
+                    given = graph.call_method("contiguous", (made,), {"memory_format": FORMATS[_dims(node)]})
+                given.meta.update(node.meta)
+                made.replace_all_uses_with(given, delete_user_cb=lambda user, given=given: user is not given)  # type: ignore[misc]
+                added.append(given)
         if not left or not _runs(graph_module):
             for node, own in replaced:
                 own.replace_all_uses_with(node)
