@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kgopt.rewrite import backend
+from kgopt.rewrite import backend, convolutions
 
 
 def instance(x, w, b, k):
@@ -106,6 +106,41 @@ def test_dtypes_are_pytorch_s(function, halves, autocast_without_a_gpu):
         y = Run(graph).run(x, w, w, k)
     assert y.dtype is wanted.dtype
     assert seen == [torch.float16 if halves else torch.float32]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_convolutions_in_training(dtype, last, monkeypatch, autocast_without_a_gpu):
+    """kgopt's convolution of a norm's result in half precision, and in float32; its weight stays float32."""
+
+    def function(x, w, b, k):
+        return torch.conv3d(F.relu(F.instance_norm(x, weight=w, bias=b)), k, b, padding=1)
+
+    times = convolutions._Times(1.0, 1.0, 1.0, 0.5 if last else 2.0, "auto", "auto")
+    monkeypatch.setattr(convolutions, "_measured", lambda node, grad, until: times)
+    mode = FakeTensorMode()
+    with mode:
+        x = torch.empty(2, 8, 6, 6, 6, dtype=dtype, device="cuda")
+        w, k = (torch.empty(sizes, device="cuda", requires_grad=True) for sizes in ((8,), (8, 8, 3, 3, 3)))
+        wanted = function(x, w, w, k)
+    graph = captured(function, mode, x, w, w, k)
+    backend.rewrite_graph(graph, always=True)
+    (conv,) = (node for node in graph.graph.nodes if "conv" in str(node.target))
+    assert conv.target is torch.ops.kgopt.conv3d.default
+    assert conv.args[1].op == "placeholder"
+    read = []
+
+    class Run(fx.Interpreter):
+        def call_function(self, target, args, kwargs):
+            if target is conv.target:
+                read.append(args[0])
+            return super().call_function(target, args, kwargs)
+
+    with mode:
+        y = Run(graph).run(x, w, w, k)
+    assert (y.dtype, y.stride()) == (wanted.dtype, wanted.stride())
+    assert read[0].dtype is dtype
+    assert read[0].is_contiguous(memory_format=torch.channels_last_3d) is last
 
 
 class Net(nn.Module):

@@ -20,7 +20,7 @@ run      carry recompute arguments sites norms      what runs in place of a site
          channel_norms
 find     source sequential backend                  front ends: Python source, nn.Sequential, captured graphs
          functional_norms upsampled_graphs contest
-         volumes
+         convolutions
          inductor lowering                          what Inductor makes of the ops
 model    graphs timed whole race api                CUDA graphs; what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================

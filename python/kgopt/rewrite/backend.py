@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from kgopt._scale_shift import fits
-from kgopt.rewrite import emit, functional_norms, originals, policy, upsampled_graphs, volumes
+from kgopt.rewrite import convolutions, emit, functional_norms, originals, policy, upsampled_graphs
 from kgopt.rewrite.captured import uses_autocast
 from kgopt.rewrite.captured import value as _value
 from kgopt.rewrite.chain import PRELU
@@ -96,8 +96,8 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute:
     folded = upsampled_graphs.fold(graph_module, _may_write, always)
     if folded:
         glue.append(f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}")
-    formats = volumes.find(graph_module)
-    dims_last = [*([4] if convolves(graph) else []), *([5] if formats.options else [])]
+    formats = convolutions.find(graph_module)
+    dims_last = [*([4] if convolves(graph) else []), *({5} & formats.dims_last)]
     contest = None if always else Contest(functools.partial(_write_all, dims_last), dims_last)
     for found in _Reader(graph_module, dims_last).matches():
         row = SiteRow(found.norm.origin.name, found.chain.label, "")

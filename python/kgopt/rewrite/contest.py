@@ -45,7 +45,7 @@ def _name(node: fx.Node) -> str:
     return str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
 
 
-def _is_elementwise(node: Any, like: Tensor) -> bool:
+def is_elementwise(node: Any, like: Tensor) -> bool:
     """One that a kernel of the norm may compute on the way: of the norm's size, with no effect of its own."""
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
         return False
@@ -74,7 +74,7 @@ class Region:
         self._absorb_in_front(like)
         while len(last.users) == 1 and len(self.around) < 2 * NODES:
             (reader,) = last.users
-            if reader in self.core or not _is_elementwise(reader, like):
+            if reader in self.core or not is_elementwise(reader, like):
                 break
             self.around.add(reader)
             last = reader
@@ -90,7 +90,7 @@ class Region:
         while waiting and len(self.around) < NODES:
             node = waiting.pop()
             inside = self.core | self.around
-            if node in inside or not _is_elementwise(node, like) or any(user not in inside for user in node.users):
+            if node in inside or not is_elementwise(node, like) or any(user not in inside for user in node.users):
                 continue
             self.around.add(node)
             waiting.extend(node.all_input_nodes)

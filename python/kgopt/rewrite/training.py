@@ -1,5 +1,5 @@
 """Convolutions, upsampling and concatenation in training: kgopt's ops and their gradients, where they were measured
-faster.
+faster. Convolutions of captured graphs are judged by the same measurement (:mod:`~kgopt.rewrite.convolutions`).
 
 A convolution, and a module whose own code calls ``F.interpolate`` or ``torch.cat``, gets a forward that times forward
 and backward of both ways at an input it has not seen, when :func:`kgopt.optimize` runs the example inputs of a model in
@@ -144,7 +144,7 @@ def _run(state: TrainingState, forward: Callable[..., Any], conv: Any, x: Any) -
     key = key_of(x)
     ours = state.ours.get(key)
     if ours is None and state.measuring and len(state.ours) < SHAPES and runner_of(conv) is not None:
-        ours = state.ours[key] = _verdict(_both_of_conv(forward, conv), x)
+        ours = state.ours[key] = gain_of(_both_of_conv(forward, conv), x)
     return _convolve(conv, x) if ours and runner_of(conv) is not None else forward(conv, x)
 
 
@@ -189,7 +189,7 @@ class _Look(OwnMode):
                 mode = "nearest" if kind == "nearest" else ("bilinear", "trilinear")[x.dim() - 4]
                 return F.interpolate(x, scale_factor=[float(f) for f in factors], mode=mode)
 
-            settled[key] = _verdict(Both((kind, factors), theirs, ours, exact), x)
+            settled[key] = gain_of(Both((kind, factors), theirs, ours, exact), x)
         return ours(x) if settled.get(key) else func(*args, **kwargs)
 
     def _cat(self, func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -250,30 +250,44 @@ class Both:
     kernel: tuple[tuple[int, ...], ...] = ()  # of a convolution: its sizes and dilation
 
 
-def _both_of_conv(forward: Callable[..., Any], conv: Any) -> Both:
-    weight, bias = conv._parameters["weight"], conv._parameters["bias"]
-    geometry = (conv.stride, conv.padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups)
+def both_of_convolution(
+    name: str,
+    theirs: Callable[[Tensor], Tensor],
+    ours: Callable[[Tensor], Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: tuple[Any, ...],
+) -> Both:
+    """Of kgopt's op ``name``. ``geometry``: stride, padding, dilation, transposed, output_padding, groups."""
 
     def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.convolution(x, weight, bias, *geometry)
 
     return Both(
-        (conv_of(conv), geometry, verdicts.canonical([weight, bias])),
-        functools.partial(forward, conv),
-        functools.partial(_convolve, conv),
+        (name, geometry, verdicts.canonical([weight, bias])),
+        theirs,
+        ours,
         exact,
         (weight, bias),
         tuple(p for p in (weight, bias) if p is not None and p.requires_grad),
-        (tuple(weight.shape[2:]), tuple(conv.dilation)),
+        (tuple(weight.shape[2:]), tuple(geometry[2])),
     )
 
 
-def _verdict(both: Both, x: Tensor) -> float:
-    """:func:`_gain`, or what it said of equal calls."""
+def _both_of_conv(forward: Callable[..., Any], conv: Any) -> Both:
+    weight, bias = conv._parameters["weight"], conv._parameters["bias"]
+    geometry = (conv.stride, conv.padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups)
+    ways = functools.partial(forward, conv), functools.partial(_convolve, conv)
+    return both_of_convolution(conv_of(conv) or "", *ways, weight, bias, geometry)
+
+
+def gain_of(both: Both, x: Tensor, store: verdicts.Store | None = None) -> float:
+    """Seconds of the GPU that ours saves, forward and backward, or what was said of equal calls; 0: theirs runs."""
     if any(map(has_backward_hooks, both.parameters)):
         return 0.0  # measuring would call them
     key = verdicts.key_of("training gain", x.device, both.kind, verdicts.canonical(x))
-    gain: float = verdicts.store.settle(key, lambda: _gain(both, x))[0]
+    store = verdicts.store if store is None else store
+    gain: float = store.settle(key, lambda: _gain(both, x))[0]
     return gain
 
 

@@ -1,0 +1,325 @@
+"""The convolutions of captured graphs: the memory format that they read, and the kernels that compute them.
+
+Inductor computes convolutions of images in channels_last wherever it expects that to be faster; those of volumes it
+leaves in the format of the model. While a graph is compiled they are timed in both formats, and kgopt's beside cuDNN's:
+in inference its own kernels in channels_last, in training its op with its gradients, by the measurement of
+:mod:`~kgopt.rewrite.training`.
+
+Volumes: where the sum is smaller by more than a tenth in channels_last, each convolution is given its input so; what is
+between them follows. Images: where the sum in channels_last, with kgopt's, is smaller than cuDNN's in either format:
+which of them Inductor takes is not known yet. Results of the graph have the format that they had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from kgopt._layout import FORMATS
+from kgopt.rewrite import clocks, contest, originals, training, verdicts
+from kgopt.rewrite.captured import is_known, stand_in, uses_autocast, value
+from kgopt.rewrite.glue import search
+from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, Call, geometry_of, recognize
+from kgopt.torch_private import outside_of_tracing
+
+MARGIN = 0.9  # of the time in the model's format: what is between convolutions is not measured
+SECONDS = 60.0  # of measurements for a graph, after which it stays as it is
+# F.conv3d is the same function.
+_CONVS: dict[Any, str] = {f: name for name, f in CONV_FUNCTIONS.items() if originals.is_torchs(f)}
+_NAMES = {4: "images", 5: "volumes"}
+_MEASURES_ON = ("cuda",)
+
+
+@dataclass
+class _Times:
+    """Of one convolution, as the graph has it and in channels_last: seconds by PyTorch, and by the faster way."""
+
+    plain: float
+    last: float
+    best_plain: float
+    best_last: float
+    option_plain: str  # the faster way, of glue/calls.py; "": PyTorch's
+    option_last: str
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a convolution is computed."""
+
+    option: str
+    channels_last: bool
+
+
+@dataclass
+class Convolutions:
+    """What becomes of the convolutions of a graph."""
+
+    ways: dict[fx.Node, _Way] = field(default_factory=dict)
+
+    @property
+    def dims_last(self) -> set[int]:
+        """Numbers of dims of the tensors that will lie in channels_last."""
+        return {_dims(node) for node, way in self.ways.items() if way.channels_last}
+
+    def write(self, graph_module: fx.GraphModule) -> str:
+        """Puts it into the graph, unless code of the model counts on the format that it had. What was done."""
+        graph, added, replaced = graph_module.graph, [], []
+        left = {node: way for node, way in self.ways.items() if node.users}  # others became parts of sites
+        for node, way in left.items():
+            with graph.inserting_before(node):
+                if way.channels_last:
+                    x = _input(node)
+                    last = graph.call_method("contiguous", (x,), {"memory_format": FORMATS[_dims(node)]})
+                    added.append(last)
+                    node.replace_input_with(x, last)
+                made = node
+                if way.option:
+                    made = _own(graph, node, way.option)
+                    made.meta.update(node.meta)
+                    node.replace_all_uses_with(made)
+                    replaced.append((node, made))
+            if way.channels_last:  # of one channel in either format some give a contiguous tensor
+                with graph.inserting_after(made):
+                    given = graph.call_method("contiguous", (made,), {"memory_format": FORMATS[_dims(node)]})
+                given.meta.update(node.meta)
+                made.replace_all_uses_with(given, delete_user_cb=lambda user, given=given: user is not given)  # type: ignore[misc]
+                added.append(given)
+        if not left or not _runs(graph_module):
+            for node, own in replaced:
+                own.replace_all_uses_with(node)
+                graph.erase_node(own)
+            for last in added:
+                last.replace_all_uses_with(last.args[0])  # type: ignore[arg-type]
+                graph.erase_node(last)
+            return ""
+        said = [
+            _said(name, [way for node, way in left.items() if _dims(node) == dims]) for dims, name in _NAMES.items()
+        ]
+        for node, _ in replaced:
+            graph.erase_node(node)
+        return "; ".join(filter(None, said))
+
+
+def _said(name: str, ways: list[_Way]) -> str:
+    ours = sum(bool(way.option) for way in ways)
+    if any(way.channels_last for way in ways):
+        return f"{len(ways)} convolutions of {name} in channels_last, {ours} of them by kgopt"
+    return f"{ours} convolutions of {name} by kgopt" if ways else ""
+
+
+def _input(node: fx.Node) -> fx.Node:
+    """What a convolution reads, however its arguments are given."""
+    return node.args[0] if node.args else node.kwargs["input"]  # type: ignore[return-value]
+
+
+def _dims(node: fx.Node) -> int:
+    """Of a convolution with samples."""
+    return 5 if _CONVS[node.target].endswith("3d") else 4
+
+
+def _own(graph: fx.Graph, node: fx.Node, option: str) -> fx.Node:
+    """The convolution by kgopt's op."""
+    found = geometry_of(node.target, node.args, dict(node.kwargs))
+    assert found is not None  # it was measured
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    (x, *more), argument = found
+    tensors = [None if t is None else fx.Proxy(t, tracer) for t in (x, *more)]
+    return Call("conv", argument, tensors[0], tuple(tensors[1:])).run(option).node  # type: ignore[arg-type, attr-defined]
+
+
+def _runs(graph_module: fx.GraphModule) -> bool:
+    """Whether it runs in this format and gives what it gave; its results get the strides that they had."""
+    graph = graph_module.graph
+    graph_module.recompile()
+    inputs = [value(node) for node in graph.nodes if node.op == "placeholder"]
+    modes = {t.fake_mode for t in inputs if hasattr(t, "fake_mode")}
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    if len(modes) != 1 or any(node.op == "get_attr" for node in graph.nodes):
+        return False
+    made: dict[fx.Node, Any] = {}
+
+    class Run(fx.Interpreter):
+        """Notes the results."""
+
+        def run_node(self, n: fx.Node) -> Any:
+            y = super().run_node(n)
+            if n in output.all_input_nodes:
+                made[n] = y
+            return y
+
+    try:
+        with modes.pop(), torch.set_grad_enabled(torch.is_grad_enabled()):
+            Run(graph_module).run(*map(_leaf, inputs))
+    except Exception:  # what a model's code raises where a view is no view any more
+        return False
+    tensors = [(node, value(node), y) for node, y in made.items() if isinstance(value(node), Tensor)]
+    if any((before.shape, before.dtype) != (y.shape, y.dtype) for _, before, y in tensors):
+        return False
+    moved = [(node, before) for node, before, y in tensors if before.stride() != y.stride()]
+    if not all(before.is_contiguous() for _, before in moved):
+        return False
+    for node, _ in moved:
+        with graph.inserting_before(output):
+            plain = graph.call_method("contiguous", (node,))
+        plain.meta.update(node.meta)
+        output.replace_input_with(node, plain)
+    return True
+
+
+def _leaf(t: Any) -> Any:
+    """What a model's code may write to, with no trace of it in the graph's own inputs."""
+    return t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
+
+
+def find(graph_module: fx.GraphModule) -> Convolutions:
+    """What is faster otherwise, by measurement; nothing where sizes are not known."""
+    graph, until = graph_module.graph, time.monotonic() + SECONDS
+    times: dict[int, dict[fx.Node, _Times | None]] = {dims: {} for dims in _NAMES}
+    if uses_autocast(graph):
+        return Convolutions()
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _CONVS and originals.runs_as_is(node.target):
+            of_all = times[_dims(node)]
+            if None not in of_all.values():
+                of_all[node] = _measured(node, torch.is_grad_enabled(), until)
+    found = Convolutions()
+    for dims, choose in ((4, _of_images), (5, _of_volumes)):
+        known = {node: t for node, t in times[dims].items() if t is not None}
+        if known and len(known) == len(times[dims]):
+            found.ways.update(choose(known))
+    return found
+
+
+def _of_volumes(times: Mapping[fx.Node, _Times]) -> dict[fx.Node, _Way]:
+    if sum(t.best_last for t in times.values()) <= MARGIN * sum(t.best_plain for t in times.values()):
+        return {node: _Way(t.option_last, True) for node, t in times.items()}
+    return {node: _Way(t.option_plain, False) for node, t in times.items() if t.option_plain}
+
+
+def _of_images(times: Mapping[fx.Node, _Times]) -> dict[fx.Node, _Way]:
+    theirs = min(sum(t.plain for t in times.values()), sum(t.last for t in times.values()))
+    ours = sum(t.best_last for t in times.values())
+    if not any(t.option_last for t in times.values()) or ours > training.GAIN * theirs:
+        return {}
+    # Also those that stay PyTorch's: Inductor asks how many those are, and would leave a few in the model's format.
+    return {node: _Way(t.option_last, True) for node, t in times.items()}
+
+
+def _measured(node: fx.Node, grad: bool, until: float) -> _Times | None:
+    given = (node.args, dict(node.kwargs))
+    tensors = [value(n) for n in node.all_input_nodes]
+    if not tensors or not all(map(is_known, tensors)) or not all(_may_measure_on(t.device.type) for t in tensors):
+        return None
+    if value(_input(node)).dim() != _dims(node):
+        return None
+    kinds = [t if grad else t.detach() for t in tensors]
+    rest = fx.map_arg(given, lambda n: f"%{node.all_input_nodes.index(n)}")
+    is_free = not grad and _is_bias_free(node)
+    key = verdicts.key_of("convolution", tensors[0].device, _CONVS[node.target], rest, kinds, grad, is_free)
+
+    def measure() -> list[Any] | None:
+        if time.monotonic() > until:
+            return None
+        # Whatever a convolution raises: PyTorch will raise it again, or memory is short.
+        with contextlib.suppress(Exception), outside_of_tracing() as is_outside:
+            return _measure(node, grad, is_free) if is_outside else None
+        return None
+
+    found, _ = verdicts.of_graphs().settle(key, measure)
+    return None if found is None else _Times(*found)
+
+
+def _may_measure_on(device: str) -> bool:
+    """A graph of fake tensors may be one for a GPU that is not here."""
+    return device in _MEASURES_ON and (device != "cuda" or torch.cuda.is_available())
+
+
+def _is_bias_free(node: fx.Node) -> bool:
+    """Whether Inductor adds the bias on the way, in a kernel for what follows."""
+    made = value(node)
+    return isinstance(made, Tensor) and all(contest.is_elementwise(reader, made) for reader in node.users)
+
+
+def _measure(node: fx.Node, grad: bool, is_bias_free: bool) -> list[Any]:
+    device = value(node.all_input_nodes[0]).device
+    plain, last = (_Convolution(node, channels_last, grad, is_bias_free) for channels_last in (False, True))
+    with torch.set_grad_enabled(grad):
+        before, after = clocks.busy_both(plain.step, last.step, device)
+        if grad:
+            of_plain = plain.gain() if _dims(node) == 5 else 0.0  # nothing asks for it of images
+            gains = of_plain, last.gain()
+            options = ["auto" if gain else "" for gain in gains]
+            return [before, after, before - gains[0], after - gains[1], *options]
+        call = last.call()
+        option = search.verdict(call, last.whole) if call is not None else ""
+        best = after
+        if call is not None and option:
+            best = min(clocks.busy_both(lambda: call.run(option), last.step, device))
+            option = option if best < after else ""
+    return [before, after, before, best, "", option]
+
+
+class _Convolution:
+    """A call of the graph, on tensors of its sizes.
+
+    The weight lies as the graph has it: a copy of it is part of a call.
+    """
+
+    def __init__(self, node: fx.Node, channels_last: bool, grad: bool, is_bias_free: bool) -> None:
+        self.function: Any = node.target
+        x = _input(node)
+        made = {n: stand_in(value(n), value(n).device, channels_last and n is x) for n in node.all_input_nodes}
+        self.wanted = [t.requires_grad_() for n, t in made.items() if grad and value(n).requires_grad]
+        given = node.args, dict(node.kwargs)
+        self.args, self.kwargs = fx.map_arg(given, made.__getitem__)  # type: ignore[misc, arg-type]
+        found = geometry_of(node.target, *given) if is_bias_free else None
+        bias = None if found is None else found[0][2]
+        self.timed = fx.map_arg(given, lambda n: None if n is bias else made[n])  # type: ignore[arg-type, return-value]
+
+    def step(self) -> Any:
+        """What is timed."""
+        args, kwargs = self.timed  # type: ignore[misc]
+        y = self.function(*args, **kwargs)
+        if self.wanted:
+            torch.autograd.grad(y, self.wanted, torch.ones_like(y))
+        return y
+
+    def whole(self) -> Any:
+        """With its bias in any case."""
+        return self.function(*self.args, **self.kwargs)
+
+    def gain(self) -> float:
+        """Seconds that kgopt's op saves, forward and backward."""
+        found = geometry_of(self.function, self.args, self.kwargs)
+        if not self.wanted or found is None:
+            return 0.0
+        (x, weight, bias), (name, transposed, stride, padding, dilation, output_padding, groups) = found
+        if weight.dim() != x.dim() or not (x.dtype is weight.dtype or torch.is_autocast_enabled(x.device.type)):
+            return 0.0
+        if bias is not None and bias.dtype is not weight.dtype:
+            return 0.0
+
+        def theirs(x: Tensor) -> Tensor:
+            return CONV_FUNCTIONS[name](x, weight, bias, stride, padding, *tail)  # type: ignore[no-any-return]
+
+        def ours(x: Tensor) -> Tensor:
+            return Call("conv", found[1], x, (weight, bias)).run("auto")
+
+        tail = (output_padding, groups, dilation) if transposed else (dilation, groups)
+        geometry = (stride, padding, dilation, transposed, output_padding, groups)
+        both = training.both_of_convolution(name, theirs, ours, weight, bias, geometry)
+        return training.gain_of(both, x, verdicts.of_graphs())
+
+    def call(self) -> Call | None:
+        """As one that kgopt may compute; the bias is the compiler's."""
+        found = recognize(self.function, self.args, self.kwargs)  # type: ignore[arg-type]
+        if found is None:
+            return None
+        options = tuple(option for option in found.options if option != "bias")
+        return replace(found, options=options) if options else None
