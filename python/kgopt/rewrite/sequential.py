@@ -123,6 +123,15 @@ class Steps:
                 return False
         return True
 
+    def last_of(self, sequential: Any) -> Any:
+        """The last module, where it is no part of a site; else None."""
+        paths, site = self.steps[-1]
+        return child(sequential, paths[0]) if site is None and self.hold(sequential) else None
+
+    def but_last(self, sequential: Any, input: Any) -> Any:
+        """What the module of :meth:`last_of` is given."""
+        return watching.outside_own_modes(_run_steps, sequential, self, input, len(self.steps) - 1)
+
 
 def _sequential_forward(_kgopt_standing: Standing) -> Any:
     _kgopt_outside, _kgopt_run, _kgopt_seen = watching.outside_own_modes, _run_steps, _kgopt_standing.seen
@@ -141,21 +150,23 @@ def _sequential_forward(_kgopt_standing: Standing) -> Any:
     return disguise.as_original(forward, _kgopt_seen)
 
 
-def _run_steps(sequential: Any, plan: Steps, input: Any) -> Any:
-    done = 0
-    for i, (paths, site) in enumerate(plan.steps):
+def _run_steps(sequential: Any, plan: Steps, input: Any, stop: int | None = None) -> Any:
+    """``stop``: the number of steps to run; all by default."""
+    done, last = 0, len(plan.steps) if stop is None else stop
+    for i, (paths, site) in enumerate(plan.steps[:last]):
         if i < done:
             continue
+        joins = i + 1 < last  # may it run together with the next step?
         operands = [child(sequential, path) for path in paths]
         if site is not None and type(input) is not Upsampled and site.ready(*operands, input):
             norm = operands[site.norm_at]
-            head = _head_behind(sequential, plan, i, site, norm, input)
+            head = _head_behind(sequential, plan, i, site, norm, input) if joins else None
             if head is not None:
                 input, done = site.run_with_head(norm, input, *head), i + 2
                 continue
             following = child(sequential, plan.steps[i + 1][0][0]) if i + 1 < len(plan.steps) else None
             input = site.run_before(following, *operands, input)
-        elif (y := _with_activation(sequential, plan, i, operands, input)) is not None:
+        elif joins and (y := _with_activation(sequential, plan, i, operands, input)) is not None:
             input, done = y, i + 2
         else:
             following = _next_conv(sequential, plan, i) if isinstance(operands[0], nn.Upsample) else None
@@ -176,7 +187,7 @@ def _next_conv(self: Any, plan: Steps, i: int) -> Any:
 
 def _with_activation(self: Any, plan: Steps, i: int, operands: list[Any], x: Any) -> Any:
     """A convolution and the activation that is the next step, where they can run as one; else None."""
-    if len(operands) != 1 or i + 1 == len(plan.steps):
+    if len(operands) != 1:
         return None
     paths, site = plan.steps[i + 1]
     if site is not None or len(paths) != 1 or not isinstance(operands[0], nn.Module):
@@ -188,7 +199,7 @@ def _with_activation(self: Any, plan: Steps, i: int, operands: list[Any], x: Any
 
 def _head_behind(self: Any, plan: Steps, i: int, site: FollowedSite, norm: Any, x: Tensor) -> Any:
     """The convolution to a few channels that is the next step, where it can run with step i, and its arguments."""
-    if not site.short or not keeps_format(norm) or i + 1 == len(plan.steps):
+    if not site.short or not keeps_format(norm):
         return None
     paths, other = plan.steps[i + 1]
     conv = only_conv(child(self, paths[0])) if other is None and len(paths) == 1 else None

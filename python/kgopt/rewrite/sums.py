@@ -26,7 +26,7 @@ from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.glue.later import Upsampled
 from kgopt.rewrite.meanings import activation_of, conv_of, is_identity
-from kgopt.rewrite.modules import is_as_is, passed_on, runs_like_sequential
+from kgopt.rewrite.modules import guard_methods, is_as_is, passed_on, runs_like_sequential
 from kgopt.rewrite.roles import kind_of
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
@@ -46,8 +46,11 @@ class Later:
         """What the module itself gives."""
         return plans.through(self.module, self.x)
 
-    def plus(self, other: Any, divisor: Any) -> Tensor | None:
-        """The sum in one op; None where it takes PyTorch's rules of shapes, dtypes and layouts."""
+    def plus(self, other: Any, divisor: Any, act: str = "none", prelu: Any = None) -> Tensor | None:
+        """The sum, and the activation behind it, in one op; None where it is none.
+
+        None, too, where it takes PyTorch's rules of shapes, dtypes and layouts.
+        """
         x, plan = self.x, self.plan
         x = x.x if type(x) is Upsampled else x
         sizes = plan.sizes if plan is not None else [*x.shape[:2], *(2 * s for s in x.shape[2:])]
@@ -56,12 +59,15 @@ class Later:
         if list(other.shape) != sizes or not lies_as(other, x):
             return None
         if plan is None:
-            return _upsample_linear(x, other) if divisor is None or _is_one(divisor) else None
+            is_sum = act == "none" and (divisor is None or _is_one(divisor))
+            return _upsample_linear(x, other) if is_sum else None
+        if prelu is not None:
+            return None
         if divisor is None:
-            return plans.run_plan(self.module, x, plan, other)
+            return plans.run_plan(self.module, x, plan, other, act=act)
         if type(divisor) not in (int, float) or divisor == 0:
             return None
-        return plans.run_plan(self.module, x, plan, other, float(divisor))
+        return plans.run_plan(self.module, x, plan, other, float(divisor), act)
 
 
 def _upsample_linear(x: Tensor, residual: Tensor) -> Tensor:
@@ -80,7 +86,7 @@ class LaterNorm(Later):
         self.site = site
 
     def plus(self, other: Any, divisor: Any, act: str = "none", prelu: Any = None) -> Tensor | None:
-        """The sum, perhaps of one value a sample and channel, and the activation, in one op; None where it is none."""
+        """Also the sum of one value a sample and channel."""
         if divisor is not None and not _is_one(divisor):
             return None
         y = self.site.run_added(self.module, self.x, other, act, prelu)
@@ -168,11 +174,13 @@ class Sum:
         return act(self.finish_in_place(a, b)) if y is None else y
 
     def _fused(self, act: Any, a: Any, b: Any, function: Any) -> Tensor | None:
-        later, other = (a, b) if isinstance(a, LaterNorm) else (b, a)
-        if not isinstance(later, LaterNorm) or isinstance(other, Later):
+        later, other = (a, b) if isinstance(a, Later) else (b, a)
+        if not isinstance(later, Later) or isinstance(other, Later):
             return None
         if isinstance(act, nn.Module):
             name = activation_of(act) if is_as_is(act) else None
+            if torch.compiler.is_compiling():
+                guard_methods(act)
         else:
             name = self.act if function is self.function and self.is_untouched() else None
         return None if name is None else later.plus(other, None, name, act if name == PRELU else None)
@@ -234,7 +242,10 @@ def _may_wait(module: nn.Module) -> bool:
 
 def _before_last(path: list[Any], x: Any) -> Any:
     """What the last module of nested Sequentials is given. Nearest upsampling waits for a convolution."""
-    for inside in path[:-1]:
+    for inside in path:
+        if not runs_in_order(inside):
+            x = known.get(inside, "steps").but_last(inside, x)
+            continue
         for module, following in itertools.pairwise(inside._modules.values()):
             x = plans.before(module, following, x)
     return x
@@ -250,15 +261,14 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
     """A Sequential, perhaps of Sequentials, that ends in a norm, a convolution or nn.Upsample: all but that is computed
     now.
     """
-    path: list[Any] = [whole]
-    while isinstance(path[-1], nn.Sequential):
-        inside = path[-1]
-        if not runs_like_sequential(inside) or is_hooked(inside) or not runs_in_order(inside):
+    path: list[Any] = []
+    last: Any = whole
+    while isinstance(last, nn.Sequential):
+        if not runs_like_sequential(last) or is_hooked(last) or not last._modules:
             return whole(x)
-        if not inside._modules:
-            return whole(x)
-        path.append(list(inside._modules.values())[-1])
-    last = path[-1]
+        path.append(last)
+        in_order = runs_in_order(last)
+        last = next(reversed(last._modules.values())) if in_order else known.get(last, "steps").last_of(last)
     is_norm = kind_of(type(last)) is not None
     if not (is_norm or _may_wait(whole)):
         return whole(x)
@@ -271,6 +281,8 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
     if not (is_as_is(last) if is_conv else originals.AS_CALLED[nn.Upsample]()):
         return whole(x)
     x = _before_last(path, x)
+    if type(x) is plans.Normalized:
+        return last(x)
     if is_conv:
         plan = plans.plan_of(last, x)
         return plans.through(last, x) if plan is None or not plan.adds else Later(last, x, plan)

@@ -285,7 +285,7 @@ class Sums:
         if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) or statement.value is None:
             return
         for call in list(ast.walk(statement.value)):
-            if isinstance(call, ast.Call) and len(call.args) == 1 and self._is_sum(call.args[0]):
+            if isinstance(call, ast.Call) and call.args and self._is_sum(call.args[0]):
                 self._join(call, call.args[0])
 
     def _act_behind_sum(self, first: ast.stmt, second: ast.stmt) -> bool:
@@ -293,7 +293,7 @@ class Sums:
         name = self.method.target(first)
         total = getattr(first, "value", None)
         call = second.value if isinstance(second, (ast.Assign, ast.Return)) else None
-        if name is None or not self._is_sum(total) or not isinstance(call, ast.Call) or len(call.args) != 1:
+        if name is None or not self._is_sum(total) or not isinstance(call, ast.Call) or not call.args:
             return False
         if not isinstance(call.args[0], ast.Name) or call.args[0].id != name or len(reads(call) & {name}) != 1:
             return False
@@ -320,7 +320,7 @@ class Sums:
         path = self.method.path(call.func)
         if path is not None:
             role = self.method.role(path)
-            if role is None or role[0] != "act" or call.keywords:
+            if role is None or role[0] != "act" or call.keywords or len(call.args) != 1:
                 return False
             known = role[1]
         else:
@@ -331,7 +331,8 @@ class Sums:
             known = node.name
             self.method.sites[name] = Sum(function, known)
             value = ast.Name("_kgopt_value", ast.Load())
-            made = ast.Call(copy.deepcopy(call.func), [value], copy.deepcopy(call.keywords))
+            rest = [copy.deepcopy(a) for a in call.args[1:]]
+            made = ast.Call(copy.deepcopy(call.func), [value, *rest], copy.deepcopy(call.keywords))
             arguments = ast.arguments([], [ast.arg("_kgopt_value")], None, [], [], None, [])
             act, more = ast.Lambda(arguments, made), [copy.deepcopy(call.func)]
             for node_of in ast.walk(act):
