@@ -49,8 +49,11 @@ def _matches(leaves: list[tuple[Path, nn.Module | None]]) -> tuple[list[Node], l
     return nodes, [match(n) for n in nodes if n.kind == "norm"]
 
 
-def rewrite(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None:
-    """Gives a Sequential with chains in it a class that runs them as sites; fills in the rows of its norms."""
+def rewrite(parent: nn.Sequential, rows: dict[int, SiteRow], convs: bool = False) -> None:
+    """Gives a Sequential with chains in it a class that runs them as sites; fills in the rows of its norms.
+
+    ``convs``: also one with an activation behind a convolution.
+    """
     nodes, matches = _matches(list(_leaves(parent, True)))
     # Sequentials inside see to themselves, unless a chain reaches from one into the next.
     deep = any(len({n.origin[0] for n in m.nodes}) > 1 and any(len(n.origin) > 1 for n in m.nodes) for m in matches)
@@ -76,11 +79,13 @@ def rewrite(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None:
         if row is not None and row.became and not alone:
             row.fill(m.chain)
     steps += [((name,), None) for name in names[done:]]
-    if done or _may_wait(parent, [paths[0] for paths, site in steps if site is None]):
+    joins = convs and any(m.kind == "conv" and n.kind == "act" for m, n in itertools.pairwise(nodes))
+    if done or joins or _may_wait(parent, [paths[0] for paths, site in steps if site is None]):
         inner = tuple(dict.fromkeys(path[:i] for path in names for i in range(1, len(path))))
         parts = tuple((path, tuple(child(parent, path)._modules)) for path in inner)
         plan = Steps(tuple(parent._modules), tuple(steps), parts)
-        classes.give(parent, type(parent), (("sequential",),), steps=plan)
+        original, recipe = classes.recipe_of(parent)
+        classes.give(parent, original, (*recipe, ("sequential",)), steps=plan)
 
 
 def _may_wait(parent: nn.Sequential, names: list[Path]) -> bool:

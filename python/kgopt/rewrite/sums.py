@@ -47,9 +47,8 @@ class Later:
         return plans.through(self.module, self.x)
 
     def plus(self, other: Any, divisor: Any, act: str = "none", prelu: Any = None) -> Tensor | None:
-        """The sum, and the activation behind it, in one op; None where it is none.
-
-        None, too, where it takes PyTorch's rules of shapes, dtypes and layouts.
+        """The sum and the activation behind it in one op; None where no op does that, or PyTorch's rules of shapes,
+        dtypes and layouts have something to do.
         """
         x, plan = self.x, self.plan
         x = x.x if type(x) is Upsampled else x
@@ -106,18 +105,44 @@ def _norm_later(norm: Any, x: Any) -> Any:
     return LaterNorm(norm, x, site) if may_wait and site.ready(norm, x) else norm(x)
 
 
-class Sum:
-    """One ``a + b``, perhaps ``/ c``, in a method; ``act``: the function behind it and its name for the ops."""
+class Behind:
+    """An activation behind something in a method: the function that it is, and its name for the ops."""
 
     def __init__(self, function: Any = None, act: str = "") -> None:
         self.function, self.act = function, act
         self.is_untouched = originals.untouched(*(() if function is None else originals.of_function(function)))
 
     def __repr__(self) -> str:
-        return "Sum()"
+        return f"{type(self).__name__}()"
 
     def __reduce__(self) -> Any:
-        return Sum, (self.function, self.act)
+        return type(self), (self.function, self.act)
+
+    def name_of(self, act: Any, function: Any) -> str | None:
+        """What the ops call it now; None where it must run by itself. ``act`` is a module, or calls ``function``."""
+        if not isinstance(act, nn.Module):
+            is_it = function is not None and function is self.function
+            return self.act if is_it and self.is_untouched() else None
+        if torch.compiler.is_compiling():
+            guard_methods(act)
+        return activation_of(act) if is_as_is(act) else None
+
+
+class Activated(Behind):
+    """One ``act(conv(x))`` in a method."""
+
+    def run(self, act: Any, conv: Any, x: Any, function: Any = None) -> Any:
+        """``act(conv(x))``, as one op where the convolution's has room for both."""
+        if isinstance(conv, nn.Module) and known.get(conv, "glue") is not None:
+            name = self.name_of(act, function)
+            y = None if name is None else plans.with_named(conv, name, x)
+            if y is not None:
+                return y
+        return act(conv(x))
+
+
+class Sum(Behind):
+    """One ``a + b``, perhaps ``/ c``, in a method, and the activation behind it."""
 
     def begin(self, module: Any, x: Any, owner: Any = None, *between: str) -> Any:
         """``module(x)``, or its value for later. ``between``: children of ``owner`` called before :meth:`finish`."""
@@ -177,12 +202,7 @@ class Sum:
         later, other = (a, b) if isinstance(a, Later) else (b, a)
         if not isinstance(later, Later) or isinstance(other, Later):
             return None
-        if isinstance(act, nn.Module):
-            name = activation_of(act) if is_as_is(act) else None
-            if torch.compiler.is_compiling():
-                guard_methods(act)
-        else:
-            name = self.act if function is self.function and self.is_untouched() else None
+        name = self.name_of(act, function)
         return None if name is None else later.plus(other, None, name, act if name == PRELU else None)
 
     def finish_in_place(self, a: Any, b: Any) -> Any:
@@ -243,8 +263,9 @@ def _may_wait(module: nn.Module) -> bool:
 def _before_last(path: list[Any], x: Any) -> Any:
     """What the last module of nested Sequentials is given. Nearest upsampling waits for a convolution."""
     for inside in path:
-        if not runs_in_order(inside):
-            x = known.get(inside, "steps").but_last(inside, x)
+        steps = known.get(inside, "steps")
+        if steps is not None and steps.hold(inside):
+            x = steps.but_last(inside, x)
             continue
         for module, following in itertools.pairwise(inside._modules.values()):
             x = plans.before(module, following, x)
