@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kgopt
-from kgopt.rewrite import glue, layout, whole
+from kgopt.rewrite import glue, known, layout, whole
 
 
 class Seen(nn.Module):
@@ -241,3 +242,47 @@ def test_dropout_may_choose_a_layout():
     )
     kgopt.optimize(model, x, channels_last=True)
     assert kgopt.report(model).layout == "channels_last, as asked for"
+
+
+class OneChannel(nn.Module):
+    """The first convolution has one channel and a kernel of 1: all its strides may be those of either format."""
+
+    def __init__(self, kernel=1):
+        super().__init__()
+        self.conv = nn.Conv3d(1, 4, kernel, padding=kernel // 2)
+        self.seen = []
+
+    def forward(self, x, writes=False, returns=False):
+        self.seen.append(x.stride())
+        if writes:
+            x.add_(1)
+        y = self.conv(x)
+        return (y, x) if returns else y
+
+
+@pytest.mark.parametrize(("kernel", "channel_stride"), [(1, 1), (3, 210)])
+def test_strides_of_one_channel_say_channels_last_where_the_kernel_does_not(kernel, channel_stride):
+    model = OneChannel(kernel).eval()
+    x = torch.randn(2, 1, 5, 6, 7)
+    expected = model(x)
+    kgopt.optimize(model, channels_last=True, measure=False)
+    weight = model.conv.weight
+    with FakeTensorMode():  # on CUDA, PyTorch goes by the strides
+        on_gpu = torch.empty_strided(weight.shape, weight.stride(), device="cuda")
+        given = layout._Given(known.get(model, "layout").names_format).convert(torch.empty(x.shape, device="cuda"))
+        y = torch.conv3d(given, on_gpu, None, 1, kernel // 2)
+        assert y.is_contiguous(memory_format=torch.channels_last_3d)
+    torch.testing.assert_close(model(x), expected)
+    assert model.seen[-1] == (210, channel_stride, 42, 7, 1)
+    y, same = model(x, returns=True)
+    assert same is x
+    assert y.is_contiguous()
+    before = x.clone()
+    model(x, writes=True)
+    assert torch.equal(x, before + 1)
+    with torch.inference_mode():
+        model(x, writes=True)
+    assert torch.equal(x, before + 1 + 1)
+    leaf = x.clone().requires_grad_()
+    model(leaf).sum().backward()
+    assert leaf.grad.is_contiguous()

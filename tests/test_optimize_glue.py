@@ -73,6 +73,10 @@ def test_what_is_recognized():
     for refused in (
         {"scale_factor": 1.5},
         {"size": (9, 12)},
+        {"size": (6, 7)},
+        {"size": (5,)},
+        {"size": (5, 7), "mode": "nearest-exact"},
+        {"size": (5, 7), "mode": "bilinear"},
         {"size": (4, 6)},
         {"scale_factor": 2, "mode": "bilinear", "align_corners": True},
         {"scale_factor": 3, "mode": "bilinear"},
@@ -83,6 +87,10 @@ def test_what_is_recognized():
         {"size": (8, 12), "scale_factor": 2},
     ):
         assert known(refused) is None, refused
+    for size, argument in (((5, 7), (1, 0, 1, 0)), ((4, 7), (1, 0, 0, 0)), (torch.Size((5, 6)), (0, 0, 1, 0))):
+        call = known({"size": size})
+        assert (call.kind, call.argument) == ("repeated", argument)
+    assert known({"size": 5}) is None  # one position more, and one less
     assert glue.recognize(F.pad, (x, (1, 1, 1, 1), "replicate"), {}).argument == (1, 1, 1, 1)
     for pad, mode in (((1, 1, 1, 1), "constant"), ((1, -1, 1, 1), "replicate"), ((1, 1), "replicate")):
         assert glue.recognize(F.pad, (x, pad, mode), {}) is None
@@ -90,6 +98,26 @@ def test_what_is_recognized():
     assert glue.recognize(F.interpolate, (x.int(),), {"scale_factor": 2}) is None
     assert glue.recognize(F.interpolate, (x.clone().requires_grad_(),), {"scale_factor": 2}) is None
     assert glue.recognize(torch.relu, (x,), {}) is None
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+def test_one_position_more_has_the_bits_of_pytorch(channels_last, device, poisoned):
+    for shape, size in (((2, 8, 5, 7), (6, 7)), ((1, 4, 3, 5, 7), (4, 6, 8)), ((1, 3, 4, 2, 6), (4, 3, 6))):
+        x = draw(shape, torch.float32, channels_last, device)
+        y = glue.recognize(F.interpolate, (x,), {"size": size}).run()
+        assert torch.equal(y, F.interpolate(x, size=size))
+        assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
+
+
+def test_one_position_more_of_every_size(device):
+    """Where PyTorch's float32 would find another source, the call is PyTorch's."""
+    widths = range(2, 2100) if device == "cpu" else (2, 3, 31, 159, 1000, 2047)
+    for width in widths:
+        x = torch.arange(width, device=device, dtype=torch.float32).view(1, 1, 1, width)
+        call = glue.recognize(F.interpolate, (x,), {"size": (1, width + 1)})
+        assert (call is None) is (width + 1 > 2048)
+        if call is not None:
+            assert torch.equal(call.run(), F.interpolate(x, size=(1, width + 1)))
 
 
 class Up(nn.Module):

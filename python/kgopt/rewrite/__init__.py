@@ -22,7 +22,7 @@ find     source sequential backend                  front ends: Python source, n
          functional_norms upsampled_graphs contest
          convolutions
          inductor lowering                          what Inductor makes of the ops
-model    graphs timed whole race api                CUDA graphs; what the whole model decides; optimize, restore, report
+model    convolved graphs timed whole race api      CUDA graphs; what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================
 """
 

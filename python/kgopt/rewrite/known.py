@@ -19,6 +19,7 @@ class Known:
     site: Any = None  # policy.SiteState: of a norm
     channel: Any = None  # channels.Meanings: of a norm over channels
     steps: Any = None  # sequential.Steps: of a Sequential
+    joins: bool = False  # of a module whose code was rewritten for what stands behind its convolutions
     glue: Any = None  # glue.GlueState: of a module that calls what stands between the norms, in inference
     training: Any = None  # training.TrainingState: the same in training
     layout: Any = None  # layout.Layout: of a root that runs in channels_last inside

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from kgopt._layout import FORMATS, as_channels_last, is_dense_channels_last
+from kgopt._layout import FORMATS, as_channels_last, is_channels_last, is_dense_channels_last
 from kgopt.rewrite import classes, known
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.norms import NORMS
@@ -33,6 +33,8 @@ class Layout:
     """What the root of a model that runs in channels_last knows."""
 
     converted: list[str]  # names of the weights that were contiguous before
+    # A kernel of 1 over one channel lies in both formats: PyTorch gives its result the format of its input.
+    names_format: bool = False
     # A call that fails for the strides runs again in the model's own layout, for good.
     falls_back: bool = field(default=False, compare=False)
     worked: set[Any] = field(default_factory=set, compare=False)  # kinds of calls that did not fail
@@ -60,13 +62,19 @@ def _turn_on(root: nn.Module) -> str:
     if issubclass(original, NORMS):
         return "a norm alone gains nothing"
     converted = convert_parameters(root)
-    failed = classes.give(root, original, (*recipe, ("layout",)), layout=Layout(converted))
+    state = Layout(converted, any(map(_fits_both, root.modules())))
+    failed = classes.give(root, original, (*recipe, ("layout",)), layout=state)
     if failed:
         restore_parameters(root, converted)
         return failed
     for module in root.modules():
         known.put(module, keeps=True)
     return ""
+
+
+def _fits_both(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight") if isinstance(module, _CONVS) else None
+    return weight is not None and not is_lazy(weight) and weight.dim() in FORMATS and weight[0].numel() == 1
 
 
 def _turn_off(root: nn.Module) -> str:
@@ -113,7 +121,7 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inside(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
-    given = _Given()
+    given = _Given(known.get(module, "layout").names_format)
     converted = tuple(map(given.convert, args)), {name: given.convert(value) for name, value in kwargs.items()}
     result = forward(module, *converted[0], **converted[1])
     given.hand_back()
@@ -123,9 +131,10 @@ def _inside(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any) ->
 class _Given:
     """What the caller gave, and what of it was converted; what the model writes to a copy goes back to the caller's."""
 
-    def __init__(self) -> None:
+    def __init__(self, names_format: bool = False) -> None:
+        self.names_format = names_format
         self.is_channels_last = False  # did the caller use it?
-        self.tensors: list[tuple[Tensor, Tensor, int]] = []  # the caller's, ours, its version
+        self.tensors: list[tuple[Tensor, Tensor, int]] = []  # the caller's, ours, its version; _SHARED: of a view
         self.containers: list[tuple[Any, Any, Any]] = []  # the caller's, ours, what was in it
 
     def convert(self, value: Any) -> Any:
@@ -153,11 +162,16 @@ class _Given:
         y = as_channels_last(x)
         if y is not x:
             self.tensors.append((x, y, _version(y)))
+        elif self.names_format and x.shape[1] == 1 and not is_channels_last(x):
+            y = x.squeeze(1).unsqueeze(-1).movedim(-1, 1)  # the same memory, by strides that say channels_last
+            self.tensors.append((x, y, _SHARED))
         return y
 
     def hand_back(self) -> None:
         """Writes to the caller's tensors, lists and dicts what the model wrote to ours."""
         for x, y, version in self.tensors:
+            if version == _SHARED:
+                continue
             if _version(y) != version or (version == _UNKNOWN and _differ(x, y)):
                 x.copy_(y)
         for theirs, ours, before in self.containers:
@@ -188,7 +202,7 @@ def _counts(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and not x.is_inference()
 
 
-_UNKNOWN = -1
+_UNKNOWN, _SHARED = -1, -2
 
 
 def _differ(x: Tensor, y: Tensor) -> bool:

@@ -49,8 +49,11 @@ def _matches(leaves: list[tuple[Path, nn.Module | None]]) -> tuple[list[Node], l
     return nodes, [match(n) for n in nodes if n.kind == "norm"]
 
 
-def rewrite(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None:
-    """Gives a Sequential with chains in it a class that runs them as sites; fills in the rows of its norms."""
+def rewrite(parent: nn.Sequential, rows: dict[int, SiteRow], convs: bool = False) -> None:
+    """Gives a Sequential with chains in it a class that runs them as sites; fills in the rows of its norms.
+
+    ``convs``: also one with an activation behind a convolution.
+    """
     nodes, matches = _matches(list(_leaves(parent, True)))
     # Sequentials inside see to themselves, unless a chain reaches from one into the next.
     deep = any(len({n.origin[0] for n in m.nodes}) > 1 and any(len(n.origin) > 1 for n in m.nodes) for m in matches)
@@ -76,11 +79,13 @@ def rewrite(parent: nn.Sequential, rows: dict[int, SiteRow]) -> None:
         if row is not None and row.became and not alone:
             row.fill(m.chain)
     steps += [((name,), None) for name in names[done:]]
-    if done or _may_wait(parent, [paths[0] for paths, site in steps if site is None]):
+    joins = convs and any(m.kind == "conv" and n.kind == "act" for m, n in itertools.pairwise(nodes))
+    if done or joins or _may_wait(parent, [paths[0] for paths, site in steps if site is None]):
         inner = tuple(dict.fromkeys(path[:i] for path in names for i in range(1, len(path))))
         parts = tuple((path, tuple(child(parent, path)._modules)) for path in inner)
         plan = Steps(tuple(parent._modules), tuple(steps), parts)
-        classes.give(parent, type(parent), (("sequential",),), steps=plan)
+        original, recipe = classes.recipe_of(parent)
+        classes.give(parent, original, (*recipe, ("sequential",)), steps=plan)
 
 
 def _may_wait(parent: nn.Sequential, names: list[Path]) -> bool:
@@ -123,6 +128,15 @@ class Steps:
                 return False
         return True
 
+    def last_of(self, sequential: Any) -> Any:
+        """The last module, where it is no part of a site; else None."""
+        paths, site = self.steps[-1]
+        return child(sequential, paths[0]) if site is None and self.hold(sequential) else None
+
+    def but_last(self, sequential: Any, input: Any) -> Any:
+        """What the module of :meth:`last_of` is given."""
+        return watching.outside_own_modes(_run_steps, sequential, self, input, len(self.steps) - 1)
+
 
 def _sequential_forward(_kgopt_standing: Standing) -> Any:
     _kgopt_outside, _kgopt_run, _kgopt_seen = watching.outside_own_modes, _run_steps, _kgopt_standing.seen
@@ -141,21 +155,23 @@ def _sequential_forward(_kgopt_standing: Standing) -> Any:
     return disguise.as_original(forward, _kgopt_seen)
 
 
-def _run_steps(sequential: Any, plan: Steps, input: Any) -> Any:
-    done = 0
-    for i, (paths, site) in enumerate(plan.steps):
+def _run_steps(sequential: Any, plan: Steps, input: Any, stop: int | None = None) -> Any:
+    """``stop``: the number of steps to run; all by default."""
+    done, last = 0, len(plan.steps) if stop is None else stop
+    for i, (paths, site) in enumerate(plan.steps[:last]):
         if i < done:
             continue
+        joins = i + 1 < last  # may it run together with the next step?
         operands = [child(sequential, path) for path in paths]
         if site is not None and type(input) is not Upsampled and site.ready(*operands, input):
             norm = operands[site.norm_at]
-            head = _head_behind(sequential, plan, i, site, norm, input)
+            head = _head_behind(sequential, plan, i, site, norm, input) if joins else None
             if head is not None:
                 input, done = site.run_with_head(norm, input, *head), i + 2
                 continue
             following = child(sequential, plan.steps[i + 1][0][0]) if i + 1 < len(plan.steps) else None
             input = site.run_before(following, *operands, input)
-        elif (y := _with_activation(sequential, plan, i, operands, input)) is not None:
+        elif joins and (y := _with_activation(sequential, plan, i, operands, input)) is not None:
             input, done = y, i + 2
         else:
             following = _next_conv(sequential, plan, i) if isinstance(operands[0], nn.Upsample) else None
@@ -176,7 +192,7 @@ def _next_conv(self: Any, plan: Steps, i: int) -> Any:
 
 def _with_activation(self: Any, plan: Steps, i: int, operands: list[Any], x: Any) -> Any:
     """A convolution and the activation that is the next step, where they can run as one; else None."""
-    if len(operands) != 1 or i + 1 == len(plan.steps):
+    if len(operands) != 1:
         return None
     paths, site = plan.steps[i + 1]
     if site is not None or len(paths) != 1 or not isinstance(operands[0], nn.Module):
@@ -188,7 +204,7 @@ def _with_activation(self: Any, plan: Steps, i: int, operands: list[Any], x: Any
 
 def _head_behind(self: Any, plan: Steps, i: int, site: FollowedSite, norm: Any, x: Tensor) -> Any:
     """The convolution to a few channels that is the next step, where it can run with step i, and its arguments."""
-    if not site.short or not keeps_format(norm) or i + 1 == len(plan.steps):
+    if not site.short or not keeps_format(norm):
         return None
     paths, other = plan.steps[i + 1]
     conv = only_conv(child(self, paths[0])) if other is None and len(paths) == 1 else None

@@ -26,7 +26,7 @@ from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.glue.later import Upsampled
 from kgopt.rewrite.meanings import activation_of, conv_of, is_identity
-from kgopt.rewrite.modules import is_as_is, passed_on, runs_like_sequential
+from kgopt.rewrite.modules import guard_methods, is_as_is, passed_on, runs_like_sequential
 from kgopt.rewrite.roles import kind_of
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
@@ -46,8 +46,10 @@ class Later:
         """What the module itself gives."""
         return plans.through(self.module, self.x)
 
-    def plus(self, other: Any, divisor: Any) -> Tensor | None:
-        """The sum in one op; None where it takes PyTorch's rules of shapes, dtypes and layouts."""
+    def plus(self, other: Any, divisor: Any, act: str = "none", prelu: Any = None) -> Tensor | None:
+        """The sum and the activation behind it in one op; None where no op does that, or PyTorch's rules of shapes,
+        dtypes and layouts have something to do.
+        """
         x, plan = self.x, self.plan
         x = x.x if type(x) is Upsampled else x
         sizes = plan.sizes if plan is not None else [*x.shape[:2], *(2 * s for s in x.shape[2:])]
@@ -56,12 +58,15 @@ class Later:
         if list(other.shape) != sizes or not lies_as(other, x):
             return None
         if plan is None:
-            return _upsample_linear(x, other) if divisor is None or _is_one(divisor) else None
+            is_sum = act == "none" and (divisor is None or _is_one(divisor))
+            return _upsample_linear(x, other) if is_sum else None
+        if prelu is not None:
+            return None
         if divisor is None:
-            return plans.run_plan(self.module, x, plan, other)
+            return plans.run_plan(self.module, x, plan, other, act=act)
         if type(divisor) not in (int, float) or divisor == 0:
             return None
-        return plans.run_plan(self.module, x, plan, other, float(divisor))
+        return plans.run_plan(self.module, x, plan, other, float(divisor), act)
 
 
 def _upsample_linear(x: Tensor, residual: Tensor) -> Tensor:
@@ -80,7 +85,7 @@ class LaterNorm(Later):
         self.site = site
 
     def plus(self, other: Any, divisor: Any, act: str = "none", prelu: Any = None) -> Tensor | None:
-        """The sum, perhaps of one value a sample and channel, and the activation, in one op; None where it is none."""
+        """Also the sum of one value a sample and channel."""
         if divisor is not None and not _is_one(divisor):
             return None
         y = self.site.run_added(self.module, self.x, other, act, prelu)
@@ -100,18 +105,44 @@ def _norm_later(norm: Any, x: Any) -> Any:
     return LaterNorm(norm, x, site) if may_wait and site.ready(norm, x) else norm(x)
 
 
-class Sum:
-    """One ``a + b``, perhaps ``/ c``, in a method; ``act``: the function behind it and its name for the ops."""
+class Behind:
+    """An activation behind something in a method: the function that it is, and its name for the ops."""
 
     def __init__(self, function: Any = None, act: str = "") -> None:
         self.function, self.act = function, act
         self.is_untouched = originals.untouched(*(() if function is None else originals.of_function(function)))
 
     def __repr__(self) -> str:
-        return "Sum()"
+        return f"{type(self).__name__}()"
 
     def __reduce__(self) -> Any:
-        return Sum, (self.function, self.act)
+        return type(self), (self.function, self.act)
+
+    def name_of(self, act: Any, function: Any) -> str | None:
+        """What the ops call it now; None where it must run by itself. ``act`` is a module, or calls ``function``."""
+        if not isinstance(act, nn.Module):
+            is_it = function is not None and function is self.function
+            return self.act if is_it and self.is_untouched() else None
+        if torch.compiler.is_compiling():
+            guard_methods(act)
+        return activation_of(act) if is_as_is(act) else None
+
+
+class Activated(Behind):
+    """One ``act(conv(x))`` in a method."""
+
+    def run(self, act: Any, conv: Any, x: Any, function: Any = None) -> Any:
+        """``act(conv(x))``, as one op where the convolution's has room for both."""
+        if isinstance(conv, nn.Module) and known.get(conv, "glue") is not None:
+            name = self.name_of(act, function)
+            y = None if name is None else plans.with_named(conv, name, x)
+            if y is not None:
+                return y
+        return act(conv(x))
+
+
+class Sum(Behind):
+    """One ``a + b``, perhaps ``/ c``, in a method, and the activation behind it."""
 
     def begin(self, module: Any, x: Any, owner: Any = None, *between: str) -> Any:
         """``module(x)``, or its value for later. ``between``: children of ``owner`` called before :meth:`finish`."""
@@ -168,13 +199,10 @@ class Sum:
         return act(self.finish_in_place(a, b)) if y is None else y
 
     def _fused(self, act: Any, a: Any, b: Any, function: Any) -> Tensor | None:
-        later, other = (a, b) if isinstance(a, LaterNorm) else (b, a)
-        if not isinstance(later, LaterNorm) or isinstance(other, Later):
+        later, other = (a, b) if isinstance(a, Later) else (b, a)
+        if not isinstance(later, Later) or isinstance(other, Later):
             return None
-        if isinstance(act, nn.Module):
-            name = activation_of(act) if is_as_is(act) else None
-        else:
-            name = self.act if function is self.function and self.is_untouched() else None
+        name = self.name_of(act, function)
         return None if name is None else later.plus(other, None, name, act if name == PRELU else None)
 
     def finish_in_place(self, a: Any, b: Any) -> Any:
@@ -234,7 +262,11 @@ def _may_wait(module: nn.Module) -> bool:
 
 def _before_last(path: list[Any], x: Any) -> Any:
     """What the last module of nested Sequentials is given. Nearest upsampling waits for a convolution."""
-    for inside in path[:-1]:
+    for inside in path:
+        steps = known.get(inside, "steps")
+        if steps is not None and steps.hold(inside):
+            x = steps.but_last(inside, x)
+            continue
         for module, following in itertools.pairwise(inside._modules.values()):
             x = plans.before(module, following, x)
     return x
@@ -250,15 +282,14 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
     """A Sequential, perhaps of Sequentials, that ends in a norm, a convolution or nn.Upsample: all but that is computed
     now.
     """
-    path: list[Any] = [whole]
-    while isinstance(path[-1], nn.Sequential):
-        inside = path[-1]
-        if not runs_like_sequential(inside) or is_hooked(inside) or not runs_in_order(inside):
+    path: list[Any] = []
+    last: Any = whole
+    while isinstance(last, nn.Sequential):
+        if not runs_like_sequential(last) or is_hooked(last) or not last._modules:
             return whole(x)
-        if not inside._modules:
-            return whole(x)
-        path.append(list(inside._modules.values())[-1])
-    last = path[-1]
+        path.append(last)
+        in_order = runs_in_order(last)
+        last = next(reversed(last._modules.values())) if in_order else known.get(last, "steps").last_of(last)
     is_norm = kind_of(type(last)) is not None
     if not (is_norm or _may_wait(whole)):
         return whole(x)
@@ -271,6 +302,8 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
     if not (is_as_is(last) if is_conv else originals.AS_CALLED[nn.Upsample]()):
         return whole(x)
     x = _before_last(path, x)
+    if type(x) is plans.Normalized:
+        return last(x)
     if is_conv:
         plan = plans.plan_of(last, x)
         return plans.through(last, x) if plan is None or not plan.adds else Later(last, x, plan)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kgopt import accuracy
-from kgopt.rewrite import clocks, fingerprint, glue, graphs, known, layout, policy, training, verdicts
+from kgopt.rewrite import clocks, convolved, fingerprint, glue, graphs, known, layout, policy, training, verdicts
 from kgopt.rewrite.disguise import become, original_class
 from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.reporting import Report
@@ -89,6 +89,7 @@ class Whole(TimedModel):
             form = self.form("given")
             if channels_last == "auto" and not chosen:
                 form, found.layout = self.faster_layout(form)
+            convolved.take_back(self.root)
             found.glue = form.glue
             found.whole = ("known" if all(self.asked) else "measured") if self.asked else ""
             result = self.call()
@@ -136,6 +137,7 @@ class Whole(TimedModel):
         finally:
             for state, hidden in zip(states, before, strict=True):
                 state.hidden = hidden
+        convolved.give(self.root)
 
     def choose_hidden(self, layout: str) -> None:
         """Whether launches are hidden in this model: where sites depend on it, both are timed."""

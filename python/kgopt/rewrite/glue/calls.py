@@ -40,6 +40,8 @@ NARROW, NARROW_LAST = 32, 128
 FEW = 4  # output channels of group_norm_conv1x1's kernel
 # Of upsampling in front of a convolution: PyTorch rounds the inverse, which the next ones may notice.
 LARGEST_FACTOR = 8
+# Positions of a dim, up to which PyTorch's float32 finds the same source as exact arithmetic, with some room.
+LARGEST_REPEATED = 2048
 FEW_COLUMNS = 40  # taps times output channels of group_norm_conv's kernel for few channels
 
 
@@ -80,7 +82,7 @@ class Call:
         """The call as it may run in a model that keeps channels_last, where the format is no part of what it means: of
         some tensors PyTorch's upsampling and padding give contiguous ones, which the next convolution converts back.
         """
-        of_kind = self.kind in ("nearest", "linear", "replicate", "max_pool", "upsampled")
+        of_kind = self.kind in ("nearest", "linear", "replicate", "repeated", "max_pool", "upsampled")
         return replace(self, keeps=True) if keeps and of_kind and is_dense_channels_last(self.x) else self
 
     @property
@@ -131,7 +133,7 @@ def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call 
     try:
         if func is INTERPOLATE:
             found = interpolate_of(_takes, *args, **kwargs)
-            return None if found is None else Call(*found)
+            return _repeated(*args, **kwargs) if found is None else Call(*found)
         if func is _PAD:
             return _pad(*args, **kwargs)
         if func in _POOLS:
@@ -331,6 +333,31 @@ def interpolation(
     if mode in ("nearest", "nearest-exact"):  # which differ at other factors only
         return "nearest", factors
     return ("linear", factors) if _LINEAR.get(mode) == x.dim() and not align_corners and set(factors) == {2} else None
+
+
+def _repeated(
+    input: Any = None,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Call | None:
+    """Nearest resampling to one position more: position i of n + 1 is position max(i - 1, 0) of n.
+
+    Transposed convolutions of stride 2 without output padding give one position less than what was halved.
+    """
+    if size is None or scale_factor is not None or mode != "nearest" or antialias or not _takes(input):
+        return None
+    rank = input.dim() - 2
+    sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,) * rank
+    if len(sizes) != rank or not all(type(v) is int for v in sizes):
+        return None
+    more = [v - s for v, s in zip(sizes, input.shape[2:], strict=True)]
+    if max(sizes) > LARGEST_REPEATED or 1 not in more or not set(more) <= {0, 1}:
+        return None
+    return Call("repeated", tuple(n for extra in reversed(more) for n in (extra, 0)), input)
 
 
 def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Call | None:

@@ -77,6 +77,14 @@ class GlueState:
         self.__dict__.update(fresh.__dict__)
 
 
+def has_room(module: nn.Module) -> bool:
+    """Whether a module is a convolution whose op may take what stands behind it."""
+    state: GlueState | None = known.get(module, "glue")
+    if state is None or conv_of(module) is None:
+        return False
+    return any(option not in ("", "pointwise", "few") for option in state.faster.values())
+
+
 PLANS = 64  # of a module, after which new kinds of inputs are PyTorch's
 
 
@@ -334,17 +342,22 @@ class Normalized:
 
 def with_activation(conv: Any, act: Any, x: Any) -> Tensor | None:
     """``act(conv(x))`` as one op, where conv_add is the way to compute the convolution; None elsewhere."""
-    if not isinstance(conv, nn.Module) or known.get(conv, "glue") is None or conv_of(conv) is None or not may_plan():
+    if not isinstance(conv, nn.Module) or known.get(conv, "glue") is None or not may_plan():
         return None
     name = activation_of(act)
-    if name is None or name == PRELU or not is_as_is(conv) or not is_as_is(act) or any_global_hooks():
-        return None
-    plan = plan_of(conv, x)
-    if plan is None or not plan.adds:
+    if name is None or not is_as_is(act):
         return None
     if torch.compiler.is_compiling():
         guard_methods(act)
-    return run_plan(conv, x, plan, act=name)
+    return with_named(conv, name, x)
+
+
+def with_named(conv: Any, act: str, x: Any) -> Tensor | None:
+    """:func:`with_activation`, by the activation's name."""
+    if act == PRELU or conv_of(conv) is None or not is_as_is(conv) or any_global_hooks() or not may_plan():
+        return None
+    plan = plan_of(conv, x)
+    return None if plan is None or not plan.adds else run_plan(conv, x, plan, act=act)
 
 
 def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:

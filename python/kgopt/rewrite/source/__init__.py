@@ -91,6 +91,7 @@ def _rewrite(method: Method) -> Found:
     sums = Sums(method)
     sums.run(method.tree.body)
     Upsamplings(method).run()
+    sums.activate(method.tree.body)
     for path, chain in (*modulations.chains(), *sums.chains()):
         found.chains.setdefault(path, []).append(chain)
     keep_formats(method)

@@ -18,10 +18,10 @@ from kgopt.rewrite.roles import Path, Role
 from kgopt.rewrite.source.code import CannotRewriteError
 from kgopt.rewrite.source.expressions import constant, path_of, text_of
 from kgopt.rewrite.source.names import writes
-from kgopt.rewrite.sums import Sum
+from kgopt.rewrite.sums import Activated, Sum
 from kgopt.rewrite.upsampling import Wait
 
-Replacement = FollowedSite | Sum | Modulation | Keep | Wait  # what a rewritten method calls
+Replacement = FollowedSite | Sum | Activated | Modulation | Keep | Wait  # what a rewritten method calls
 _LOOKS_AT_LOCALS = {"locals", "vars", "dir", "eval", "exec", "globals", "breakpoint"}
 
 

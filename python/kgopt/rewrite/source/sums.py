@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kgopt.rewrite.chain import Chain
@@ -15,7 +15,7 @@ from kgopt.rewrite.source.expressions import assign, call_of, evaluated_first, i
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
 from kgopt.rewrite.source.quiet import is_quiet
-from kgopt.rewrite.sums import Sum
+from kgopt.rewrite.sums import Activated, Sum
 
 
 class Sums:
@@ -44,7 +44,7 @@ class Sums:
         for statement in body:
             self._act_on_sums(statement)
         for k in reversed(range(len(body) - 1)):
-            if self._act_behind_sum(body[k], body[k + 1]):
+            if self._act_behind(body[k], body[k + 1], self._is_sum, self._join):
                 del body[k]
 
     def _sum_of_call(self, statement: ast.stmt) -> None:
@@ -285,15 +285,21 @@ class Sums:
         if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) or statement.value is None:
             return
         for call in list(ast.walk(statement.value)):
-            if isinstance(call, ast.Call) and len(call.args) == 1 and self._is_sum(call.args[0]):
+            if isinstance(call, ast.Call) and call.args and self._is_sum(call.args[0]):
                 self._join(call, call.args[0])
 
-    def _act_behind_sum(self, first: ast.stmt, second: ast.stmt) -> bool:
+    def _act_behind(
+        self,
+        first: ast.stmt,
+        second: ast.stmt,
+        is_total: Callable[[Any], bool],
+        join: Callable[[ast.Call, Any], bool],
+    ) -> bool:
         """``h = a + b``, then ``h = self.act(h)`` or ``return self.act(h)``: the second statement does both."""
         name = self.method.target(first)
         total = getattr(first, "value", None)
         call = second.value if isinstance(second, (ast.Assign, ast.Return)) else None
-        if name is None or not self._is_sum(total) or not isinstance(call, ast.Call) or len(call.args) != 1:
+        if name is None or not is_total(total) or not isinstance(call, ast.Call) or not call.args:
             return False
         if not isinstance(call.args[0], ast.Name) or call.args[0].id != name or len(reads(call) & {name}) != 1:
             return False
@@ -303,7 +309,7 @@ class Sums:
             return False  # the sum may be read later
         if any(self.method.may_catch(n) for n in ast.walk(self.method.tree)):
             return False  # so may what handles an error
-        return self._join(call, total)
+        return join(call, total)
 
     def _is_sum(self, e: Any) -> bool:
         if not isinstance(e, ast.Call) or not isinstance(e.func, ast.Attribute) or len(e.args) != 2:
@@ -315,32 +321,75 @@ class Sums:
     def _join(self, call: ast.Call, total: Any) -> bool:
         """Turns ``act(total)`` into one call of the sum; whether it did."""
         name = total.func.value.id
-        act: ast.expr = call.func
-        more: list[ast.expr] = []
-        path = self.method.path(call.func)
-        if path is not None:
-            role = self.method.role(path)
-            if role is None or role[0] != "act" or call.keywords:
-                return False
-            known = role[1]
-        else:
-            function = self.method.function(call.func)
-            node = None if function is None else self.method.described(function, call)
-            if node is None or node.kind != "act":
-                return False
-            known = node.name
+        found = self._activation(call)
+        if found is None:
+            return False
+        act, more, function, known = found
+        if more:
             self.method.sites[name] = Sum(function, known)
-            value = ast.Name("_kgopt_value", ast.Load())
-            made = ast.Call(copy.deepcopy(call.func), [value], copy.deepcopy(call.keywords))
-            arguments = ast.arguments([], [ast.arg("_kgopt_value")], None, [], [], None, [])
-            act, more = ast.Lambda(arguments, made), [copy.deepcopy(call.func)]
-            for node_of in ast.walk(act):
-                if "lineno" in getattr(node_of, "_attributes", ()):
-                    ast.copy_location(node_of, call)
         joined = call_of(name, total.func.attr + "_then", [act, *total.args, *more], call)
         call.func, call.args, call.keywords = joined.func, joined.args, []
         if name in self._norms:
             self._norms[name] = *self._norms[name][:2], known
+        return True
+
+    def _activation(self, call: ast.Call) -> tuple[ast.expr, list[ast.expr], Any, str] | None:
+        """Of ``act(x)``: what to call, the function that this calls, as code and itself, and its name for the ops."""
+        path = self.method.path(call.func)
+        if path is not None:
+            role = self.method.role(path)
+            if role is None or role[0] != "act" or call.keywords or len(call.args) != 1:
+                return None
+            return call.func, [], None, role[1]
+        function = self.method.function(call.func)
+        node = None if function is None else self.method.described(function, call)
+        if node is None or node.kind != "act":
+            return None
+        value = ast.Name("_kgopt_value", ast.Load())
+        rest = [copy.deepcopy(a) for a in call.args[1:]]
+        made = ast.Call(copy.deepcopy(call.func), [value, *rest], copy.deepcopy(call.keywords))
+        arguments = ast.arguments([], [ast.arg("_kgopt_value")], None, [], [], None, [])
+        act = ast.Lambda(arguments, made)
+        for node_of in ast.walk(act):
+            if "lineno" in getattr(node_of, "_attributes", ()):
+                ast.copy_location(node_of, call)
+        return act, [copy.deepcopy(call.func)], function, node.name
+
+    # ------------------------------------------------------------------------------- activations behind convolutions
+
+    def activate(self, body: list[ast.stmt]) -> None:
+        """Writes ``self.act(self.conv(x))``, in one statement or two, as one call, where nothing else was written."""
+        for statement in body:
+            if isinstance(statement, (ast.If, ast.For, ast.While)) or (
+                isinstance(statement, ast.With) and self.method.lets_errors_pass(statement)
+            ):
+                for block in blocks(statement):
+                    self.activate(block)
+            elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) and statement.value is not None:
+                for call in list(_calls(statement.value)):
+                    if call.args and self._is_conv(call.args[0]):
+                        self._activate(call, call.args[0])
+        for k in reversed(range(len(body) - 1)):
+            if self._act_behind(body[k], body[k + 1], self._is_conv, self._activate):
+                del body[k]
+
+    def _is_conv(self, e: Any) -> bool:
+        if not isinstance(e, ast.Call) or len(e.args) != 1 or e.keywords or isinstance(e.args[0], ast.Starred):
+            return False
+        path = self.method.path(e.func)
+        role = self.method.role(path) if path else None
+        return role is not None and role[0] == "conv"
+
+    def _activate(self, call: ast.Call, conv: Any) -> bool:
+        """Turns ``act(conv)`` into one call; whether it did."""
+        found = self._activation(call)
+        if found is None:
+            return False
+        act, more, function, known = found
+        name = f"_kgopt_act_{len(self.method.sites)}"
+        self.method.sites[name] = Activated(function, known)
+        joined = call_of(name, "run", [act, conv.func, *conv.args, *more], call)
+        call.func, call.args, call.keywords = joined.func, joined.args, []
         return True
 
     def _new_sum(self, call: ast.Call) -> str:
@@ -352,3 +401,13 @@ class Sums:
         if path is not None and role is not None and role[0] == "norm":
             self._norms[name] = path, role[1], "none"
         return name
+
+
+def _calls(e: ast.AST) -> Iterator[ast.Call]:
+    """Those in an expression, the outer ones first, without those that run later or elsewhere."""
+    if isinstance(e, SCOPES):
+        return
+    if isinstance(e, ast.Call):
+        yield e
+    for child in ast.iter_child_nodes(e):
+        yield from _calls(child)
