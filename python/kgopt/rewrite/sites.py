@@ -222,14 +222,15 @@ class Site:
 
     def _offer_channel_norm(self, x: Tensor, n: NormArgs, y: Tensor) -> None:
         """The backward may have it computed again."""
-        if _is_compiling() or not recompute.is_open() or y.dtype is not x.dtype:
+        forward = None if _is_compiling() else recompute.now()
+        if forward is None or y.dtype is not x.dtype:
             return
 
         def again(x: Tensor, _: int, weight: Any, bias: Any, *rest: Any) -> Tensor:
             args = replace(n, weight=weight, bias=bias)
             return emit_kgopt(self.chain, call_now, x, x.dim(), None, args)  # type: ignore[no-any-return]
 
-        recompute.offer(y, again, x, 0, n.weight, n.bias, n.eps, self.chain.post, y)
+        forward.offer(y, again, (x, 0, n.weight, n.bias, n.eps, self.chain.post), forward.found(x), y)
 
     def _call_fused(self, _: Any, *args: Any) -> Tensor:
         return self.fused(*args)  # type: ignore[misc,no-any-return]
@@ -246,20 +247,24 @@ class Site:
         groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
         weight, bias, eps, act = parameters["weight"], parameters["bias"], norm.eps, self.chain.post
         if watching.is_autocast(x):
-            if half or self.keeps_dtype:  # its kernels know nothing of autocast
-                y = _direct_group_norm(x, groups, weight, bias, eps, act)
-            else:
-                y = _group_norm_from_python(x, groups, weight, bias, eps, act)
+            # An instance norm's kernels know nothing of autocast.
+            op = _direct_group_norm if half or self.keeps_dtype else _group_norm_from_python
         elif not carry.is_empty() and (moments := carry.take(x)) is not None:
-            y = _group_norm_moments(x, moments, groups, weight, bias, eps, act)
+            op = functools.partial(_with_moments, moments)
         elif _is_grad_enabled() and any_requires_grad(x, weight, bias):
-            y = _recorded_group_norm(x, groups, weight, bias, eps, act)
+            op = _recorded_group_norm
         else:
-            y = _group_norm_without_grad(x, groups, weight, bias, eps, act)
+            op = _group_norm_without_grad
+        args = x, groups, weight, bias, eps, act
+        forward = recompute.now()
+        if forward is None:
+            y = op(*args)
+            return y if y.is_contiguous() or keeps_format(norm) else as_torch(self.chain, x, y)
+        of_x = forward.found(x)
+        y = recompute.without_hooks(op, *args) if of_x is None else op(*args)
         z = y if y.is_contiguous() or keeps_format(norm) else as_torch(self.chain, x, y)
-        # Autocast would make y of a float32 copy of x.
-        if recompute.is_open() and y.dtype is x.dtype:
-            recompute.offer(z, _group_norm_without_grad, x, groups, weight, bias, eps, act, y)
+        if y.dtype is x.dtype:  # autocast would make y of a float32 copy of x
+            forward.offer(z, _group_norm_without_grad, args, of_x, y)
         return z
 
     def _run_short(self, x: Tensor, norm: Any, half: bool) -> Tensor:
@@ -305,6 +310,8 @@ class Site:
             return (_group_norm_prelu if in_dispatcher else _direct_group_norm_prelu)(*args)  # type: ignore[no-any-return]
         if autocast or watching.is_watched():
             return without_autocast(_group_norm_add, *args) if half else _group_norm_add(*args)  # type: ignore[no-any-return]
+        if (forward := recompute.now()) is not None:
+            return forward.unhooked(_direct_group_norm_add, *args)
         return _direct_group_norm_add(*args)  # type: ignore[no-any-return]
 
     def may_modulate(self, norm: Any, x: Tensor, operand: Any) -> bool:
@@ -395,6 +402,12 @@ _direct_modulated_norm = functools.partial(
     modulated_norm, group_norm=_direct_group_norm, group_norm_prelu=_direct_group_norm_prelu
 )
 _group_norm_moments = torch.ops.kgopt.group_norm_moments.default
+
+
+def _with_moments(moments: Tensor, x: Tensor, *norm: Any) -> Tensor:
+    return _group_norm_moments(x, moments, *norm)  # type: ignore[no-any-return]
+
+
 _group_norm_without_grad = ops.without_grad("group_norm")
 _recorded_group_norm = ops.recorded("group_norm")
 _DIRECT = {
