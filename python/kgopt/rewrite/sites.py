@@ -310,9 +310,10 @@ class Site:
             return (_group_norm_prelu if in_dispatcher else _direct_group_norm_prelu)(*args)  # type: ignore[no-any-return]
         if autocast or watching.is_watched():
             return without_autocast(_group_norm_add, *args) if half else _group_norm_add(*args)  # type: ignore[no-any-return]
-        if (forward := recompute.now()) is not None:
-            return forward.unhooked(_direct_group_norm_add, *args)
-        return _direct_group_norm_add(*args)  # type: ignore[no-any-return]
+        needs_grad = _is_grad_enabled() and any_requires_grad(x, other, n.weight, n.bias)
+        op = _recorded_group_norm_add if needs_grad else _group_norm_add_without_grad
+        forward = recompute.now()
+        return op(*args) if forward is None else forward.unhooked(op, *args)  # type: ignore[no-any-return]
 
     def may_modulate(self, norm: Any, x: Tensor, operand: Any) -> bool:
         """Whether the norm's result times ``operand``, or plus it, can be one op; of a site that is :meth:`ready`.
@@ -395,7 +396,10 @@ _group_norm = torch.ops.kgopt.group_norm.default
 _direct_group_norm = ops.direct("group_norm")
 _group_norm_from_python = ops.from_python("group_norm")
 _group_norm_add = torch.ops.kgopt.group_norm_add.default
-_direct_group_norm_add = ops.direct("group_norm_add")
+_group_norm_add_without_grad, _recorded_group_norm_add = (
+    ops.without_grad("group_norm_add"),
+    ops.recorded("group_norm_add"),
+)
 _group_norm_prelu = torch.ops.kgopt.group_norm_prelu.default
 _direct_group_norm_prelu = ops.direct("group_norm_prelu")
 _direct_modulated_norm = functools.partial(
