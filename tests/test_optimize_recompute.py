@@ -186,6 +186,10 @@ def hooked(monkeypatch):
 
 
 @hooks
+@pytest.mark.skipif(
+    any(name.endswith("_saved_tensors_default_hooks") for name in kgopt.torch_private.missing()),
+    reason="hooks stay where they are",
+)
 def test_what_a_norm_keeps_passes_no_hook(hooked, device):
     """Each call of a hook takes microseconds of the host, and a norm keeps five tensors."""
     _, ours = pair(models.randomized(BLOCKS["group norm, silu, conv"](), device).double(), recompute=True)
