@@ -219,3 +219,18 @@ def test_a_model_that_waits_for_the_host_keeps_the_convolutions_that_gain_much(m
     text = decides.choose_between("given")
     assert text.startswith("kgopt's in a module")
     assert training.modules_of(model) == [model[1]]
+
+
+def test_a_verdict_is_looked_up_before_the_module_is_looked_at(monkeypatch):
+    """Every call of a convolution in training comes here, also at sizes where PyTorch's code won."""
+    asked = []
+    monkeypatch.setattr(training, "_is_plain", lambda x: True)
+    monkeypatch.setattr(training, "_takes", lambda *_: asked.append(True) or True)
+    conv, x = nn.Conv2d(8, 8, 1), torch.randn(1, 8, 4, 4)
+    key = training.key_of(x)
+    for ours, runs_ours in ((0.0, False), (None, False), (1e-6, True)):
+        state = training.TrainingState(ours={} if ours is None else {key: ours})
+        y = training._run(state, lambda conv, x: None, conv, x)
+        assert (y is not None) == runs_ours == bool(asked)
+        if runs_ours:
+            torch.testing.assert_close(y, F.conv2d(x, conv.weight, conv.bias))

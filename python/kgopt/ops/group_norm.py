@@ -21,6 +21,7 @@ from kgopt.ops.vmap import samples
 group_norm_backward = in_backward("group_norm_backward")
 group_norm_mean_backward = in_backward("group_norm_mean_backward")
 _group_stats_backward = in_backward("group_stats_backward")
+_group_stats, _group_norm_add = in_backward("group_stats"), in_backward("group_norm_add")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Results without values
@@ -78,7 +79,7 @@ def _norm_add_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, mean, rstd, kept = ctx.saved_tensors
     groups, eps, act = ctx.options
     if act != "none":
-        z = kept if act == "relu" else OPS.group_norm_add(x, kept, groups, weight, bias, eps, "none")
+        z = kept if act == "relu" else _group_norm_add(x, kept, groups, weight, bias, eps, "none")
         dy = activation_backward(dy, z, act)
     dx, dweight, dbias = group_norm_backward(dy, x, mean, rstd, groups, weight, bias, "none", "none")
     return dx, dy, None, *affine_gradients(ctx, (3, 4), dweight, dbias)
@@ -132,7 +133,7 @@ def _norm_moments_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> No
 def _norm_moments_backward(ctx: Any, dy: Tensor) -> Any:
     """That of a group_norm of x: the moments are x's."""
     x, weight, bias = ctx.saved_tensors
-    mean, rstd = OPS.group_stats(x, ctx.num_groups, ctx.eps)
+    mean, rstd = _group_stats(x, ctx.num_groups, ctx.eps)
     more = (ctx.num_groups, weight, bias, ctx.act, "none")
     dx, dweight, dbias = group_norm_backward(dy, x, mean, rstd, *more)
     return dx, None, None, *affine_gradients(ctx, (3, 4), dweight, dbias)

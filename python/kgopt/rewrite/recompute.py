@@ -3,9 +3,10 @@
 What a norm and its activation give is kept by the convolution behind it, for the gradient of its weight. It is one
 read and one write away from the norm's input, which the norm's own gradient needs anyway. The same holds for the sum
 behind a norm, and for a concatenation of such results. So while the forward of a root runs with gradients, each site
-says which of its results can be had again, and from what (:func:`offer`); hooks for saved tensors
+says which of its results can be had again, and from what (:meth:`Forward.offer`). Hooks for saved tensors
 (``torch.autograd.graph.saved_tensors_hooks``) keep that recipe wherever autograd wants to keep such a result, whoever
-wants it. The backward gets the same bits from the same op. All else is kept as without hooks.
+wants it. The backward gets the same bits from the same op. All else is kept as without hooks, and norms that are given
+no such result keep theirs without calling one.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kgopt import torch_private
 from kgopt.rewrite import classes, known
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.watching import is_watched
 from kgopt.torch_private import may_hook_saved_tensors, version_of
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN, _STRIDED = (Tensor, nn.Parameter), torch.strided
 DEPTH = 2  # results that stand one on the other: a chain of sums would be computed again from its start, block by block
 
 
@@ -38,28 +40,30 @@ class Recompute:
     bytes: int = 0  # of them
 
 
-class _Kept:
-    """A tensor that the backward needs, as autograd keeps it without hooks: an in-place change is noticed."""
+_Kept = tuple[Tensor, "int | None"]
+"""A tensor that the backward needs, as autograd keeps it without hooks: its version tells of an in-place change."""
 
-    __slots__ = ("tensor", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # what a node gave must not hold the node
-        self.version = version_of(tensor)
+def _kept(t: Tensor) -> _Kept:
+    # What a node gave must not hold the node; a parameter comes from none.
+    return t if type(t) is nn.Parameter and t.is_leaf else t.detach(), version_of(t)
 
-    def value(self) -> Tensor:
-        """The tensor.
 
-        Raises:
-            RuntimeError: it was written to meanwhile.
-        """
-        t = self.tensor
-        if version_of(t) != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{t.type()} {list(t.shape)}] is at version {version_of(t)}; expected version {self.version} instead"
-            )
-        return t
+def _value(kept: _Kept | _Recipe | _View) -> Tensor:
+    """The tensor.
+
+    Raises:
+        RuntimeError: it was written to meanwhile.
+    """
+    if type(kept) is not tuple:
+        return kept.value()  # type: ignore[union-attr]
+    t, version = kept
+    if version_of(t) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{t.type()} {list(t.shape)}] is at version {version_of(t)}; expected version {version} instead"
+        )
+    return t
 
 
 class _Recipe:
@@ -73,18 +77,25 @@ class _Recipe:
 
     def value(self) -> Tensor:
         """The result, once more: as it was made, in memory of its own."""
-        with torch.no_grad():
-            y = self.again(*(None if o is None else o.value() for o in self.operands))
-            return y.contiguous() if self.contiguous else y
+        if torch.is_grad_enabled():  # a backward with a graph
+            with torch.no_grad():
+                return self.value()
+        y = self.again(*[None if o is None else _value(o) for o in self.operands])
+        return y.contiguous() if self.contiguous else y
 
 
 class _View:
-    """A result, or a view of it, that is computed again."""
+    """A view of a result that is computed again."""
 
     __slots__ = ("recipe", "shape", "start", "strides")
 
     def __init__(self, recipe: _Recipe, t: Tensor) -> None:
         self.recipe, self.shape, self.strides, self.start = recipe, t.shape, t.stride(), t.storage_offset()
+
+    @property
+    def depth(self) -> int:
+        """Of its recipe."""
+        return self.recipe.depth
 
     def value(self) -> Tensor:
         """The tensor."""
@@ -94,86 +105,121 @@ class _View:
         return y.as_strided(self.shape, self.strides, self.start)
 
 
-class _Results(threading.local):
-    """Of the forward that runs in this thread: what can be had again, by where it lies; None: in no such forward."""
+class Forward:
+    """The forward of a root: what can be had again, by where it lies."""
 
-    offered: dict[int, tuple[Any, int | None, _Recipe]] | None = None
-    largest: int = 0  # bytes of one of them
-    state: Any = None
+    def __init__(self, state: Recompute) -> None:
+        self.state = state
+        self.offered: dict[int, tuple[Any, int | None, _Recipe]] = {}
+        self.largest = 0  # bytes of a result of a norm
 
+    def found(self, t: Tensor) -> _Recipe | _View | None:
+        """How a tensor can be had again; None, if it cannot."""
+        if not self.offered or type(t) not in _PLAIN or t.layout is not _STRIDED:
+            return None
+        offer = self.offered.get(t.untyped_storage().data_ptr())
+        if offer is None:
+            return None
+        of, version, recipe = offer
+        y = of()
+        if y is None or version_of(y) != version:  # while it is alive nobody else has its memory
+            return None
+        if y is t:
+            return recipe
+        return _View(recipe, t) if t.dtype is y.dtype and version_of(t) == version else None
 
-_now = _Results()
+    def offer(
+        self, y: Tensor, made: Any, again: Callable[..., Tensor], kept: tuple[Any, ...], more: tuple[Any, ...] = ()
+    ) -> None:
+        """Says that ``again(*kept, *more)`` gave ``made``, which the code goes on with as ``y``.
 
+        ``kept``: tensors, or None, that autograd keeps anyway where a gradient goes through y. ``more``: those that it
+        does not; unless they are computed again themselves, they would be kept instead of y.
+        """
+        if _may_go(y):
+            self.largest = max(self.largest, y.nbytes)
+            self._offer(y, again, kept, more, 1, y is not made)
 
-def offer(
-    y: Tensor, made: Any, again: Callable[..., Tensor], kept: tuple[Any, ...], more: tuple[Any, ...] = ()
-) -> None:
-    """Says that ``again(*kept, *more)`` gave ``made``, which the code goes on with as ``y``.
+    def offer_join(self, y: Tensor, again: Callable[..., Tensor], parts: tuple[Tensor, ...]) -> None:
+        """The same of ``again(*parts)``, a concatenation; not of one that is larger than all results before it.
 
-    ``kept``: tensors, or None, that autograd keeps anyway where a gradient goes through y. ``more``: those that it does
-    not; unless they are computed again themselves, they would be kept instead of y.
-    """
-    if _now.offered is not None and _may_go(y):
-        _now.largest = max(_now.largest, y.nbytes)
-        _offer(y, again, kept, more, 1, y is not made)
+        When the gradients behind it are computed, it is there again with its parts and its own gradient: of the largest
+        one that would be the peak.
+        """
+        if _may_go(y) and y.nbytes <= self.largest:
+            self._offer(y, again, (), parts, 0, False)
 
+    def _offer(
+        self,
+        y: Tensor,
+        again: Callable[..., Tensor],
+        kept: tuple[Any, ...],
+        more: tuple[Any, ...],
+        step: int,
+        contiguous: bool,
+    ) -> None:
+        operands = [None if t is None else self._operand(t) for t in kept + more]
+        if more and sum(o[0].nbytes for o in operands[len(kept) :] if type(o) is tuple) >= y.nbytes:
+            return
+        depth = step + max([o.depth for o in operands if isinstance(o, (_Recipe, _View))], default=0)
+        if depth <= DEPTH:
+            recipe = _Recipe(again, operands, depth, contiguous)
+            self.offered[y.untyped_storage().data_ptr()] = weakref.ref(y), version_of(y), recipe
 
-def offer_join(y: Tensor, again: Callable[..., Tensor], parts: tuple[Tensor, ...]) -> None:
-    """The same of ``again(*parts)``, a concatenation; not of one that is larger than all results before it.
+    def _operand(self, t: Tensor) -> _Kept | _Recipe | _View:
+        found = None if type(t) is nn.Parameter else self.found(t)
+        return _kept(t) if found is None else found
 
-    When the gradients behind it are computed, it is there again with its parts and its own gradient: of the largest one
-    that would be the peak.
-    """
-    if _now.offered is not None and _may_go(y) and y.nbytes <= _now.largest:
-        _offer(y, again, (), parts, 0, False)
+    def unhooked(self, op: Callable[..., Tensor], x: Tensor, other: Tensor, *args: Any) -> Tensor:
+        """``op(x, other, *args)``, whose node keeps without hooks what cannot be had again.
+
+        The node of a norm keeps five tensors, and each call of a hook costs the host microseconds.
+        """
+        if self.found(x) is None and self.found(other) is None:
+            return without_hooks(op, x, other, *args)
+        return op(x, other, *args)
 
 
 def _may_go(y: Tensor) -> bool:
     return y.grad_fn is not None and y.numel() > 0 and not y.storage_offset()
 
 
-def _offer(
-    y: Tensor, again: Callable[..., Tensor], kept: tuple[Any, ...], more: tuple[Any, ...], step: int, contiguous: bool
-) -> None:
-    assert _now.offered is not None
-    operands = [None if t is None else _pack(t) for t in kept + more]
-    if more and sum(o.tensor.nbytes for o in operands[len(kept) :] if type(o) is _Kept) >= y.nbytes:
-        return
-    depth = step + max([o.recipe.depth for o in operands if type(o) is _View], default=0)
-    if depth <= DEPTH:
-        recipe = _Recipe(again, operands, depth, contiguous)
-        _now.offered[y.untyped_storage().data_ptr()] = weakref.ref(y), version_of(y), recipe
+class _Now(threading.local):
+    """The forward that runs in this thread."""
+
+    forward: Forward | None = None
 
 
-def is_open() -> bool:
-    """Whether anybody wants an :func:`offer`."""
-    return _now.offered is not None
+_now = _Now()
 
 
-def _pack(t: Tensor) -> _Kept | _View:
-    """What is kept in place of a tensor."""
-    if not _now.offered or type(t) not in _PLAIN or t.layout is not torch.strided:
-        return _Kept(t)
-    found = _now.offered.get(t.untyped_storage().data_ptr())
-    if found is None:
-        return _Kept(t)
-    of, version, recipe = found
-    y = of()  # alive, so nobody else has its memory
-    is_its = y is not None and t.dtype is y.dtype and version_of(y) == version == version_of(t)
-    return _View(recipe, t) if is_its else _Kept(t)
+def now() -> Forward | None:
+    """Who wants an :meth:`~Forward.offer`; None: nobody."""
+    return _now.forward
 
 
-def _count_and_pack(t: Tensor) -> _Kept | _View:
-    found = _pack(t)
-    if type(found) is _View and not found.recipe.is_counted:
-        found.recipe.is_counted = True
-        _now.state.results += 1
-        _now.state.bytes += t.nbytes
+def _pack(t: Tensor) -> _Kept | _Recipe | _View:
+    """What is kept in place of a tensor: all that nodes in the model keep comes here."""
+    if type(t) is nn.Parameter and t.is_leaf:  # the usual case
+        return t, version_of(t)
+    forward = _now.forward
+    found = None if forward is None else forward.found(t)
+    if forward is None or found is None:
+        return _kept(t)
+    recipe = found.recipe if isinstance(found, _View) else found
+    if not recipe.is_counted:
+        recipe.is_counted = True
+        forward.state.results += 1
+        forward.state.bytes += t.nbytes
     return found
 
 
-def _unpack(kept: _Kept | _View) -> Tensor:
-    return kept.value()
+_HOOKS = _pack, _value
+
+
+def without_hooks(op: Callable[..., Tensor], *args: Any) -> Tensor:
+    """``op(*args)``, at which the hooks do not look."""
+    return torch_private.unhooked(_HOOKS, op, *args)  # type: ignore[no-any-return]
 
 
 def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,16 +230,18 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         state: Recompute | None = known.get(self, "recompute")
+        if state is None or not state.enabled or _now.forward is not None:
+            return forward(self, *args, **kwargs)
         # Hooks of others keep what they want to keep, a checkpoint's nothing at all.
-        if state is None or not state.enabled or is_open() or is_watched() or not may_hook_saved_tensors():
+        if is_watched() or not may_hook_saved_tensors():
             return forward(self, *args, **kwargs)
         state.results = state.bytes = 0
-        _now.offered, _now.largest, _now.state = {}, 0, state
+        _now.forward = Forward(state)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(_count_and_pack, _unpack):
+            with torch.autograd.graph.saved_tensors_hooks(*_HOOKS):
                 return forward(self, *args, **kwargs)
         finally:
-            _now.offered = _now.state = None
+            _now.forward = None
 
     return recomputing_forward
 

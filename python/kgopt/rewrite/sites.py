@@ -222,14 +222,15 @@ class Site:
 
     def _offer_channel_norm(self, x: Tensor, n: NormArgs, y: Tensor) -> None:
         """The backward may have it computed again."""
-        if _is_compiling() or not recompute.is_open() or y.dtype is not x.dtype:
+        forward = None if _is_compiling() else recompute.now()
+        if forward is None or y.dtype is not x.dtype:
             return
 
         def again(x: Tensor, weight: Any, bias: Any) -> Tensor:
             args = replace(n, weight=weight, bias=bias)
             return emit_kgopt(self.chain, call_now, x, x.dim(), None, args)  # type: ignore[no-any-return]
 
-        recompute.offer(y, y, again, (x, n.weight, n.bias))
+        forward.offer(y, y, again, (x, n.weight, n.bias))
 
     def _call_fused(self, _: Any, *args: Any) -> Tensor:
         return self.fused(*args)  # type: ignore[misc,no-any-return]
@@ -246,20 +247,24 @@ class Site:
         groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
         weight, bias, eps, act = parameters["weight"], parameters["bias"], norm.eps, self.chain.post
         if watching.is_autocast(x):
-            if half or self.keeps_dtype:  # its kernels know nothing of autocast
-                y = _direct_group_norm(x, groups, weight, bias, eps, act)
-            else:
-                y = _group_norm_from_python(x, groups, weight, bias, eps, act)
+            # An instance norm's kernels know nothing of autocast.
+            op = _direct_group_norm if half or self.keeps_dtype else _group_norm_from_python
         elif not carry.is_empty() and (moments := carry.take(x)) is not None:
-            y = _group_norm_moments(x, moments, groups, weight, bias, eps, act)
+            op = functools.partial(_with_moments, moments)
         elif _is_grad_enabled() and any_requires_grad(x, weight, bias):
-            y = _recorded_group_norm(x, groups, weight, bias, eps, act)
+            op = _recorded_group_norm
         else:
-            y = _group_norm_without_grad(x, groups, weight, bias, eps, act)
+            op = _group_norm_without_grad
+        args = x, groups, weight, bias, eps, act
+        forward = recompute.now()
+        if forward is None:
+            y = op(*args)
+            return y if y.is_contiguous() or keeps_format(norm) else as_torch(self.chain, x, y)
+        of_x = forward.found(x)
+        y = recompute.without_hooks(op, *args) if of_x is None else op(*args)
         z = y if y.is_contiguous() or keeps_format(norm) else as_torch(self.chain, x, y)
-        # Autocast would make y of a float32 copy of x.
-        if recompute.is_open() and y.dtype is x.dtype:
-            recompute.offer(z, y, _norm_again(groups, eps, act), (x, weight, bias))
+        if y.dtype is x.dtype:  # autocast would make y of a float32 copy of x
+            forward.offer(z, y, _norm_again(groups, eps, act), (x, weight, bias))
         return z
 
     def _run_short(self, x: Tensor, norm: Any, half: bool) -> Tensor:
@@ -303,17 +308,22 @@ class Site:
             args = (x, slope, *args[2:6], other)
             in_dispatcher = torch.is_autocast_enabled(x.device.type) or watching.is_watched()
             return (_group_norm_prelu if in_dispatcher else _direct_group_norm_prelu)(*args)  # type: ignore[no-any-return]
+        op: Any = _group_norm_add_without_grad
         if half:
-            y = without_autocast(_group_norm_add, *args)
+            op = functools.partial(without_autocast, _group_norm_add)
         elif autocast or watching.is_watched():
-            y = _group_norm_add(*args)
-        else:
-            y = _direct_group_norm_add(*args)
+            op = _group_norm_add
+        elif _is_grad_enabled() and any_requires_grad(x, other, n.weight, n.bias):
+            op = _recorded_group_norm_add
+        forward = None if _is_compiling() else recompute.now()
+        if forward is None:
+            return op(*args)  # type: ignore[no-any-return]
+        y = forward.unhooked(op, *args)
         # ReLU's sum is kept by its own gradient; that of a sum alone keeps no operand.
-        if recompute.is_open() and act != "relu" and y.dtype is x.dtype:
+        if act != "relu" and y.dtype is x.dtype:
             kept, more = ((x, n.weight, n.bias), (other,)) if act == "none" else ((x, n.weight, n.bias, other), ())
-            recompute.offer(y, y, _sum_again(n.num_groups, n.eps, act), kept, more)
-        return y  # type: ignore[no-any-return]
+            forward.offer(y, y, _sum_again(n.num_groups, n.eps, act), kept, more)
+        return y
 
     def may_modulate(self, norm: Any, x: Tensor, operand: Any) -> bool:
         """Whether the norm's result times ``operand``, or plus it, can be one op; of a site that is :meth:`ready`.
@@ -396,15 +406,21 @@ _group_norm = torch.ops.kgopt.group_norm.default
 _direct_group_norm = ops.direct("group_norm")
 _group_norm_from_python = ops.from_python("group_norm")
 _group_norm_add = torch.ops.kgopt.group_norm_add.default
-_direct_group_norm_add = ops.direct("group_norm_add")
+_group_norm_add_without_grad = ops.without_grad("group_norm_add")
+_recorded_group_norm_add = ops.recorded("group_norm_add")
 _group_norm_prelu = torch.ops.kgopt.group_norm_prelu.default
 _direct_group_norm_prelu = ops.direct("group_norm_prelu")
 _direct_modulated_norm = functools.partial(
     modulated_norm, group_norm=_direct_group_norm, group_norm_prelu=_direct_group_norm_prelu
 )
 _group_norm_moments = torch.ops.kgopt.group_norm_moments.default
+
+
+def _with_moments(moments: Tensor, x: Tensor, *norm: Any) -> Tensor:
+    return _group_norm_moments(x, moments, *norm)  # type: ignore[no-any-return]
+
+
 _group_norm_without_grad = ops.without_grad("group_norm")
-_group_norm_add_without_grad = ops.without_grad("group_norm_add")
 _recorded_group_norm = ops.recorded("group_norm")
 _DIRECT = {
     getattr(torch.ops.kgopt, name).default: ops.direct(name)

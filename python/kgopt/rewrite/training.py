@@ -79,8 +79,8 @@ _CONVS = {name: ops.direct(name) for name in CONV_MODULES.values()}
 
 
 def _takes(module: Any, x: Any) -> bool:
-    """A plain tensor of the module's rank, and plain parameters that go with it."""
-    if not _is_plain(x) or not is_own_conv(module):
+    """A tensor of the module's rank, and plain parameters that go with it."""
+    if not is_own_conv(module):
         return False
     parameters = module._parameters
     if "weight" not in parameters or "bias" not in parameters or hides_parameters(module):  # pruned, parametrized
@@ -139,13 +139,15 @@ def _state_now(module: Any) -> TrainingState | None:
 
 
 def _run(state: TrainingState, forward: Callable[..., Any], conv: Any, x: Any) -> Any:
-    if not _takes(conv, x):
+    if not _is_plain(x):
         return forward(conv, x)
     key = key_of(x)
     ours = state.ours.get(key)
-    if ours is None and state.measuring and len(state.ours) < SHAPES and runner_of(conv) is not None:
+    if ours == 0 or (ours is None and not state.measuring) or not _takes(conv, x) or runner_of(conv) is None:
+        return forward(conv, x)
+    if ours is None and len(state.ours) < SHAPES:
         ours = state.ours[key] = gain_of(_both_of_conv(forward, conv), x)
-    return _convolve(conv, x) if ours and runner_of(conv) is not None else forward(conv, x)
+    return _convolve(conv, x) if ours else forward(conv, x)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -201,7 +203,8 @@ class _Look(OwnMode):
                 settled[key] = joins.gain(tensors)
             if settled.get(key):
                 y = joins.join(tensors)
-                recompute.offer_join(y, joins.again, tensors)
+                if (forward := recompute.now()) is not None:
+                    forward.offer_join(y, joins.again, tensors)
                 return y
         return func(*args, **kwargs)  # type: ignore[no-any-return]
 

@@ -62,6 +62,7 @@ from kgopt.torch_private.modules import (
     stands_for_a_plain_tensor,
     tree_leaves,
     tree_map,
+    unhooked,
     version_of,
 )
 from kgopt.torch_private.surroundings import (

@@ -144,6 +144,27 @@ def may_hook_saved_tensors() -> bool:
     return top(True) is None and disabled() is None
 
 
+_moves = privates(
+    (f"{_AUTOGRAD}._pop_saved_tensors_default_hooks", f"{_AUTOGRAD}._push_saved_tensors_default_hooks"),
+    "hooks for saved tensors see all that autograd keeps",
+)
+
+
+def unhooked(hooks: tuple[Any, Any], function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)`` without these hooks for saved tensors, where they are the innermost."""
+    if _saved_hooks is None or _moves is None:
+        return function(*args)
+    found = _saved_hooks[0](True)
+    if found is None or found[0] is not hooks[0]:
+        return function(*args)
+    pop, push = _moves
+    pop()
+    try:
+        return function(*args)
+    finally:
+        push(*hooks)
+
+
 def stands_for_a_plain_tensor(x: Any) -> bool:
     """What PyTorch traces with: FakeTensor and FunctionalTensor."""
     found = _tracing_types()
