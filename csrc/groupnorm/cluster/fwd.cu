@@ -372,7 +372,7 @@ int max_cluster_blocks(int device) {
   if (device < 0 || device >= kMaxDevices) return 0;
   std::lock_guard<std::mutex> lock(mutex);
   if (!known[device]) {
-    cache[device] = max_cluster_of(group_norm_cluster_fwd_kernel<NormTraits<float, Chain::kNone, Chain::kLeakyRelu>>);
+    cache[device] = max_cluster_of(group_norm_cluster_fwd_kernel<NormTraits<float, Chain::kNone, Chain::kRelu>>);
     known[device] = true;
   }
   return cache[device];

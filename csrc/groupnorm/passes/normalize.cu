@@ -22,7 +22,7 @@ struct Normalize {
 
   template <Chain kChain, int kSize>
   static __device__ __forceinline__ void apply(const ActChain& chain, Acc (&y)[kSize]) {
-    if constexpr (has_floor(kChain)) {
+    if constexpr (kChain == Chain::kRelu) {
       apply_chain<kChain, kIsCoarse<T>>(floored(chain), y);
     } else {
       apply_chain<kChain, kIsCoarse<T>>(chain, y);
@@ -83,8 +83,8 @@ Status run_normalize(const NormalizeParams& p, cudaStream_t stream) {
   KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
     if (p.residual) return launch_normalize<T, Chain::kAny, Chain::kAny, true>(p, stream);
     KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
-      constexpr bool kFloored = kPre != Chain::kAny && has_floor(with_floor<true>(kAct));
-      status = launch_normalize<T, kFloored ? Chain::kRelu : kPre, kFloored ? Chain::kLeakyRelu : kAct>(p, stream);
+      constexpr bool kFloored = kPre != Chain::kAny && (kAct == Chain::kNone || kAct == Chain::kRelu);
+      status = launch_normalize<T, kFloored ? Chain::kRelu : kPre, kFloored ? Chain::kRelu : kAct>(p, stream);
     });
   });
   return status;

@@ -30,12 +30,11 @@ Status dispatch_norm(const char* kernel, const Params& p, Launch launch) {
       if (p.is_extended) return Status(launch(NormTraits<T, Chain::kAny, Chain::kAny>()));
     }
     KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
+      constexpr bool kFloored = kForward && kPre == Chain::kNone;
       constexpr bool kWalked = kAct == Chain::kLeakyRelu && !kLeaky;
-      // Without an activation, a backward needs no biases.
-      constexpr bool kFloored = kPre == Chain::kNone && (kForward || kAct != Chain::kNone);
       status = launch(NormTraits<T, kWalked ? Chain::kAny : kPre,
                                  kWalked    ? Chain::kAny
-                                 : kFloored ? with_floor<kLeaky>(kAct)
+                                 : kFloored ? with_floor<false>(kAct)
                                             : kAct>());
     });
     return status;

@@ -188,7 +188,7 @@ __device__ __forceinline__ void make_dz(const ActChain& act, const float (&dista
     float z[kVec];
 #pragma unroll
     for (int j = 0; j < kVec; ++j) z[j] = distance[j] * at(j).x + at(j).y;
-    multiply_slopes<kAct, kCoarse>(floored(act), z, dy);
+    multiply_slopes<kAct, kCoarse>(act, z, dy);
   }
 }
 

@@ -38,7 +38,7 @@ bool has_bulk_copy() {
   if (answer == 0) {
     cudaFuncAttributes attributes;
     const auto kernel =
-        group_norm_tiles_fwd_kernel<GroupNormTilesFwdTraits<float, Chain::kNone, Chain::kLeakyRelu, 0, false>>;
+        group_norm_tiles_fwd_kernel<GroupNormTilesFwdTraits<float, Chain::kNone, Chain::kRelu, 0, false>>;
     if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
       cudaGetLastError();  // it was a question; leave no error behind
       return false;
