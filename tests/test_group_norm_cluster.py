@@ -18,9 +18,9 @@ OPS = torch.ops.kgopt
 ON_CHIP_GROUPS = {
     "a team of eight lanes": ((4000, 66, 3, 3), 66),
     "a team of a warp": ((600, 96, 6, 7), 24),
-    "a block, too large for a team": ((70, 96, 13, 37), 48),
+    "a team of a warp, up to eight vectors": ((70, 96, 13, 37), 48),
     "a team of one channel": ((300, 129, 11, 13), 129),
-    "a block of one channel, too large for a team": ((70, 129, 29, 31), 129),
+    "a team of one channel, up to eight vectors": ((70, 129, 29, 31), 129),
     "a block": ((3, 6, 65, 67), 3),
     "a block, many of them": ((300, 12, 33, 37), 6),
     "a cluster, any start and length": ((2, 6, 161, 163), 2),

@@ -653,6 +653,7 @@ py::dict plan_cluster(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
   out["smem_bytes"] = plan.smem_bytes;
   out["blocks"] = p.blocks;
   out["lanes"] = p.lanes;
+  out["passes"] = p.passes;
   out["elements"] = p.elements;
   out["share"] = p.share;
   out["x_line"] = p.x_line;
@@ -969,7 +970,7 @@ void bind_norm(py::module_& m) {
                                                                           {kHeldMostThreads, kHeldWide}},
                                                                          {{kHeldThreads, kHeldBwd}}};
   m.attr("CLUSTER_MAX_PIECES") = kClusterMaxPieces;
-  m.attr("TEAM_PASSES") = kTeamPasses;
+  m.attr("TEAM_PASSES") = std::vector<int>{kTeamPasses, kTeamMostPasses};
   m.def("plan_group_norm_cluster", &plan_cluster, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = false,
         py::arg("aligned") = true, py::arg("long_chain") = false, py::arg("x_offset") = 0, py::arg("max_blocks") = 16,

@@ -16,6 +16,7 @@ struct GroupShares {
   uint32_t x_line = 0;    // elements from a 128-byte line to x, and to every other tensor of its shape
   uint32_t blocks = 1;    // of a cluster; 0: a group is one team's
   int32_t lanes = 0;      // of a team: 8 or 32
+  int32_t passes = 0;     // vectors of such a lane: kTeamPasses or kTeamMostPasses
   uint32_t s = 0;         // elements of a channel
   uint32_t s_magic = 0;   // quotients by s of numbers below 2^31
   int32_t s_shift = 0;
@@ -48,6 +49,6 @@ inline constexpr int kClusterMaxBlocks = 16;
 inline constexpr int kHeldThreads = 128, kHeldFew = 4, kHeldMost = 10, kHeldMostThreads = 512, kHeldWide = 8;
 inline constexpr int kHeldBwd = 5, kHeldRows = 4;
 // Vectors of a lane where a group is one team's, or in backward of x and of dy each, and threads of a block of teams.
-inline constexpr int kTeamPasses = 4, kTeamThreads = 256;
+inline constexpr int kTeamPasses = 4, kTeamMostPasses = 8, kTeamThreads = 256;
 
 }  // namespace kgopt

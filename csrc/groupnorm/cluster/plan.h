@@ -46,10 +46,11 @@ inline bool set_shares(const NormPlanInput& in, int blocks, int threads, Cluster
   p.rows = p.minor ? p.channels : static_cast<uint32_t>(std::min<int64_t>(p.channels, p.share / d.s + 2));
   if (blocks == 0) {
     p.lanes = int64_t(p.share) * size <= kTeamPasses * 8 * 16 ? 8 : 32;
+    p.passes = int64_t(p.share) * size <= int64_t(kTeamPasses) * p.lanes * 16 ? kTeamPasses : kTeamMostPasses;
     plan->threads = kTeamThreads;
     plan->grid = static_cast<unsigned>((groups * p.lanes + kTeamThreads - 1) / kTeamThreads);
     plan->smem_bytes = 0;
-    return int64_t(p.share) * size <= int64_t(kTeamPasses) * p.lanes * 16;
+    return int64_t(p.share) * size <= int64_t(p.passes) * p.lanes * 16;
   }
   p.together = d.s >= int64_t(threads) * 16;
   const int64_t warps = threads / 32, data = int64_t(p.share) * size;

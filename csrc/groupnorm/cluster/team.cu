@@ -29,8 +29,8 @@ struct TeamLane {
 };
 
 // One team of neighbouring lanes a group, which stays in registers.
-template <typename Traits>
-__global__ void __launch_bounds__(kTeamThreads, 3)
+template <typename Traits, int kPasses>
+__global__ void __launch_bounds__(kTeamThreads, kPasses == kTeamPasses ? 3 : 2)
     group_norm_cluster_team_fwd_kernel(const __grid_constant__ GroupNormClusterFwdParams p) {
   using T = typename Traits::T;
   constexpr int kVec = Traits::kVec;
@@ -46,10 +46,10 @@ __global__ void __launch_bounds__(kTeamThreads, 3)
     return affine_of<T>(p.weight, p.bias, channel0 + row, p.affine_dtype);
   };
   // Everything that the group needs is asked for before the first use.
-  Vec<T, kVec> input[kTeamPasses];
-  float2 coefficients[kTeamPasses];
+  Vec<T, kVec> input[kPasses];
+  float2 coefficients[kPasses];
 #pragma unroll
-  for (int u = 0; u < kTeamPasses; ++u) {
+  for (int u = 0; u < kPasses; ++u) {
     if (u * lanes >= share.hi) break;
     const int slot = lane + u * lanes;
     if (slot < share.lo || slot >= share.hi) continue;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kTeamThreads, 3)
   }
   const float scale = 1.f / static_cast<float>(p.shares.elements);
 #pragma unroll
-  for (int u = 0; u < kTeamPasses; ++u) {
+  for (int u = 0; u < kPasses; ++u) {
     if (u * lanes >= share.hi) break;
     const int slot = lane + u * lanes;
     if (slot >= share.lo && slot < share.hi) {
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kTeamThreads, 3)
     if (edge[e] >= 0) squares += (edge_value[e] - mean) * (edge_value[e] - mean);
   }
 #pragma unroll
-  for (int u = 0; u < kTeamPasses; ++u) {
+  for (int u = 0; u < kPasses; ++u) {
     if (u * lanes >= share.hi) break;
     const int slot = lane + u * lanes;
     if (slot >= share.lo && slot < share.hi) {
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kTeamThreads, 3)
     p.rstd[group] = rstd;
   }
 #pragma unroll
-  for (int u = 0; u < kTeamPasses; ++u) {
+  for (int u = 0; u < kPasses; ++u) {
     if (u * lanes >= share.hi) break;
     const int slot = lane + u * lanes;
     if (slot < share.lo || slot >= share.hi) continue;
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kTeamThreads, 3)
   }
 }
 
-template <typename Traits>
+template <typename Traits, int kPasses>
 __global__ void __launch_bounds__(kTeamThreads, 2)
     group_norm_cluster_team_bwd_kernel(const __grid_constant__ GroupNormClusterBwdParams p) {
   using T = typename Traits::T;
@@ -147,9 +147,9 @@ __global__ void __launch_bounds__(kTeamThreads, 2)
     return slot >= share.lo && slot < share.hi;
   };
   // Everything that the group needs is asked for before the first use.
-  Vec<T, kVec> xs[kTeamPasses], dys[kTeamPasses];
+  Vec<T, kVec> xs[kPasses], dys[kPasses];
 #pragma unroll
-  for (int u = 0; u < kTeamPasses; ++u) {
+  for (int u = 0; u < kPasses; ++u) {
     if (u * lanes >= share.hi) break;
     if (!has(u)) continue;
     xs[u] = load_vec<T, kVec>(x + (lane + u * lanes) * kVec);
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kTeamThreads, 2)
   const float2 all = make_float2(c.x * rstd, c.y);
   ChannelSums<Traits> mine;
 #pragma unroll
-  for (int u = 0; u < kTeamPasses; ++u) {
+  for (int u = 0; u < kPasses; ++u) {
     if (u * lanes >= share.hi) break;
     if (!has(u)) continue;
     float xv[kVec], dyv[kVec];
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kTeamThreads, 2)
   const float per_element = all.x / static_cast<float>(p.shares.elements);
   const float2 terms = make_float2(dz * per_element, dz_xhat * (per_element * rstd));
 #pragma unroll
-  for (int u = 0; u < kTeamPasses; ++u) {
+  for (int u = 0; u < kPasses; ++u) {
     if (u * lanes >= share.hi) break;
     if (!has(u)) continue;
     float xv[kVec], dyv[kVec];
@@ -220,7 +220,10 @@ Status run_group_norm_cluster_team_fwd(const GroupNormClusterFwdParams& p, const
                                        cudaStream_t stream) {
   constexpr const char* kName = "group_norm_cluster_team_fwd_kernel";
   return dispatch_norm<false>(kName, p, [&](auto traits) {
-    return launch_team(kName, group_norm_cluster_team_fwd_kernel<decltype(traits)>, p, plan, stream);
+    using Traits = decltype(traits);
+    const bool few = p.shares.passes == kTeamPasses;
+    return few ? launch_team(kName, group_norm_cluster_team_fwd_kernel<Traits, kTeamPasses>, p, plan, stream)
+               : launch_team(kName, group_norm_cluster_team_fwd_kernel<Traits, kTeamMostPasses>, p, plan, stream);
   });
 }
 
@@ -228,7 +231,10 @@ Status run_group_norm_cluster_team_bwd(const GroupNormClusterBwdParams& p, const
                                        cudaStream_t stream) {
   constexpr const char* kName = "group_norm_cluster_team_bwd_kernel";
   return dispatch_norm<false>(kName, p, [&](auto traits) {
-    return launch_team(kName, group_norm_cluster_team_bwd_kernel<decltype(traits)>, p, plan, stream);
+    using Traits = decltype(traits);
+    const bool few = p.shares.passes == kTeamPasses;
+    return few ? launch_team(kName, group_norm_cluster_team_bwd_kernel<Traits, kTeamPasses>, p, plan, stream)
+               : launch_team(kName, group_norm_cluster_team_bwd_kernel<Traits, kTeamMostPasses>, p, plan, stream);
   });
 }
 
