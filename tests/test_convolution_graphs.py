@@ -293,6 +293,22 @@ def test_a_verdict_holds_for_equal_graphs(faster):
     assert any("training gain" in key for key in verdicts.compiled._values)
 
 
+def test_what_is_measured_passes_no_hook_for_saved_tensors(faster):
+    """Those of the model's own call that follows do, and they are the same ones."""
+    model, x = Net(), torch.randn(2, 2, 4, 6, 8, requires_grad=True)
+    counts = []
+    for _ in range(2):  # the first one compiles
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.shape) or t, lambda t: t):
+            if not counts:
+                torch._dynamo.reset()
+                compiled = torch.compile(model, backend=lambda graph, _: (backend.rewrite_graph(graph), graph)[1])
+            compiled(x)
+        counts.append(kept)
+    assert counts[0] == counts[1]
+    assert counts[0]
+
+
 def test_what_a_step_keeps(faster, monkeypatch):
     """Each convolution's input once, in one format and dtype."""
     monkeypatch.setattr(training, "_gain", lambda both, x: 0.5)

@@ -32,8 +32,7 @@ from plan_problems import dev
         ("cluster", {"n": 5000, "c": 33, "s": 9, "g": 33, "max_blocks": 0}),  # a team needs no cluster
         ("cluster", {"n": 5000, "c": 33, "s": 9, "g": 33, "max_blocks": 0, "tensors": 2}),
         ("passes", {"n": 5000, "c": 66, "s": 9, "g": 33, "max_blocks": 0, "tensors": 2}),  # of one channel alone
-        ("cluster", {"n": 70, "c": 96, "s": 240, "g": 48, "max_blocks": 0}),  # 2 KB a group
-        ("passes", {"n": 70, "c": 96, "s": 481, "g": 48, "max_blocks": 0}),
+        ("cluster", {"n": 70, "c": 96, "s": 481, "g": 48, "max_blocks": 0}),  # 4 KB a group
         # A cluster of sixteen in one wave, and blocks that have more than such clusters are good for.
         ("cluster", {"n": 1, "c": 62, "s": 4464, "g": 1, "dtype": "float16"}),
         ("tiles", {"n": 1, "c": 128, "s": 8192, "g": 1, "dtype": "float16"}),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from kgopt.rewrite import clocks, verdicts
+from kgopt.rewrite import clocks, measuring, verdicts
 from kgopt.rewrite.captured import stand_in, value
 from kgopt.torch_private import compile_graph, compiler_settings, outside_of_tracing
 
@@ -158,7 +158,8 @@ class Contest:
         def measure() -> list[float] | None:
             if time.monotonic() > self.until:
                 return None
-            with contextlib.suppress(Exception):  # whatever the compiler raises: nothing is known then
+            # Whatever the compiler raises: nothing is known then.
+            with contextlib.suppress(Exception), measuring.own_saved_tensors():
                 return self._measure(region, device, grad)
             return None
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from kgopt._layout import FORMATS
-from kgopt.rewrite import clocks, contest, originals, training, verdicts
+from kgopt.rewrite import clocks, contest, measuring, originals, training, verdicts
 from kgopt.rewrite.captured import is_known, stand_in, uses_autocast, value
 from kgopt.rewrite.glue import search
 from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, Call, geometry_of, recognize
@@ -154,7 +154,7 @@ def _runs(graph_module: fx.GraphModule) -> bool:
             return y
 
     try:
-        with modes.pop(), torch.set_grad_enabled(torch.is_grad_enabled()):
+        with modes.pop(), torch.set_grad_enabled(torch.is_grad_enabled()), measuring.own_saved_tensors():
             Run(graph_module).run(*map(_leaf, inputs))
     except Exception:  # what a model's code raises where a view is no view any more
         return False
@@ -227,7 +227,7 @@ def _measured(node: fx.Node, grad: bool, until: float) -> _Times | None:
         if time.monotonic() > until:
             return None
         # Whatever a convolution raises: PyTorch will raise it again, or memory is short.
-        with contextlib.suppress(Exception), outside_of_tracing() as is_outside:
+        with contextlib.suppress(Exception), measuring.own_saved_tensors(), outside_of_tracing() as is_outside:
             return _measure(node, grad, is_free) if is_outside else None
         return None
 
