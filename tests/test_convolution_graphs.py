@@ -20,13 +20,12 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.down = nn.Conv3d(2, 4, 3, padding=1), nn.Conv3d(4, 8, 3, stride=2, padding=1)
         self.norm, self.up = nn.GroupNorm(2, 8), nn.ConvTranspose3d(8, 4, 2, stride=2)
-        self.last = nn.Conv3d(4, 3, kernel_size=1)
+        self.last = nn.Conv3d(4, 3, kernel_size=3, padding=1)
         self.way = way
 
     def forward(self, x):
-        if (
-            self.way == "view"
-        ):  # of a kernel of 3: on one thread the CPU's convolution of 1 always gives a contiguous one
+        # Kernels of 3: on one thread the CPU's convolution of 1 always gives a contiguous tensor.
+        if self.way == "view":
             return self.first(x).view(x.shape[0], -1)
         x = F.leaky_relu(self.first(x), 0.1, inplace=True)
         y = F.silu(self.norm(self.down(x)))
@@ -264,7 +263,7 @@ class Odd(nn.Module):
         super().__init__()
         self.frozen = nn.Conv3d(2, 4, 3).requires_grad_(False)
         self.named = nn.Conv3d(4, 4, 3, padding="same")
-        self.last = nn.Conv3d(4, 4, 1)
+        self.last = nn.Conv3d(4, 4, 3, padding=1)
 
     def forward(self, x):
         return (self.last(self.named(self.frozen(x))),)
