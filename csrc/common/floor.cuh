@@ -8,11 +8,7 @@
 namespace kgopt {
 
 constexpr bool has_floor(Chain kind) { return kind == Chain::kRelu || kind == Chain::kLeakyRelu; }
-template <bool kLeaky>
-constexpr Chain with_floor(Chain kind) {
-  const bool is_line = kind == Chain::kNone || kind == Chain::kRelu;
-  return is_line ? (kLeaky ? Chain::kLeakyRelu : Chain::kRelu) : kind;
-}
+constexpr Chain with_floor(Chain kind) { return kind == Chain::kNone ? Chain::kRelu : kind; }
 
 struct FlooredChain {
   const ActChain& chain;

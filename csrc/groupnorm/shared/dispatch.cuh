@@ -34,7 +34,7 @@ Status dispatch_norm(const char* kernel, const Params& p, Launch launch) {
       constexpr bool kWalked = kAct == Chain::kLeakyRelu && !kLeaky;
       status = launch(NormTraits<T, kWalked ? Chain::kAny : kPre,
                                  kWalked    ? Chain::kAny
-                                 : kFloored ? with_floor<false>(kAct)
+                                 : kFloored ? with_floor(kAct)
                                             : kAct>());
     });
     return status;

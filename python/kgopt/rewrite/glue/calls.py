@@ -293,8 +293,7 @@ def _takes(x: Any) -> bool:
     return x.numel() > 0 and (x.is_contiguous() or is_dense_channels_last(x))
 
 
-def interpolate_of(
-    takes: Callable[[Any], bool],
+def _resize(
     input: Any = None,
     size: Any = None,
     scale_factor: Any = None,
@@ -302,8 +301,16 @@ def interpolate_of(
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
+) -> tuple[Any, Any, Any, str, bool | None, bool]:
+    """The arguments of a call of ``F.interpolate``."""
+    return input, size, scale_factor, mode, align_corners, antialias
+
+
+def interpolate_of(
+    takes: Callable[[Any], bool], *args: Any, **kwargs: Any
 ) -> tuple[str, tuple[int, ...], Tensor] | None:
     """:func:`interpolation` of a call's arguments, and the input, if ``takes`` says that it is one."""
+    input, size, scale_factor, mode, align_corners, antialias = _resize(*args, **kwargs)
     if antialias or not takes(input):
         return None
     found = interpolation(input, size, scale_factor, mode, align_corners)
@@ -335,19 +342,12 @@ def interpolation(
     return ("linear", factors) if _LINEAR.get(mode) == x.dim() and not align_corners and set(factors) == {2} else None
 
 
-def _repeated(
-    input: Any = None,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> Call | None:
+def _repeated(*args: Any, **kwargs: Any) -> Call | None:
     """Nearest resampling to one position more: position i of n + 1 is position max(i - 1, 0) of n.
 
     Transposed convolutions of stride 2 without output padding give one position less than what was halved.
     """
+    input, size, scale_factor, mode, _, antialias = _resize(*args, **kwargs)
     if size is None or scale_factor is not None or mode != "nearest" or antialias or not _takes(input):
         return None
     rank = input.dim() - 2

@@ -33,11 +33,8 @@ class Sums:
     def run(self, body: list[ast.stmt]) -> None:
         """Writes those of a block and of the blocks in it."""
         for statement in body:
-            if isinstance(statement, (ast.If, ast.For, ast.While)) or (
-                isinstance(statement, ast.With) and self.method.lets_errors_pass(statement)
-            ):
-                for block in blocks(statement):
-                    self.run(block)
+            for block in self._blocks_of(statement):
+                self.run(block)
         for k in range(len(body)):
             self._sum_of_call(body[k])
             self._sum_of_names(body, k)
@@ -46,6 +43,13 @@ class Sums:
         for k in reversed(range(len(body) - 1)):
             if self._act_behind(body[k], body[k + 1], self._is_sum, self._join):
                 del body[k]
+
+    def _blocks_of(self, statement: ast.stmt) -> list[list[ast.stmt]]:
+        """The blocks in a statement that run in its method's own order."""
+        runs_in_order = isinstance(statement, (ast.If, ast.For, ast.While)) or (
+            isinstance(statement, ast.With) and self.method.lets_errors_pass(statement)
+        )
+        return list(blocks(statement)) if runs_in_order else []
 
     def _sum_of_call(self, statement: ast.stmt) -> None:
         """``x + self.conv(h)``, ``up(x) + skips[i]``."""
@@ -360,12 +364,9 @@ class Sums:
     def activate(self, body: list[ast.stmt]) -> None:
         """Writes ``self.act(self.conv(x))``, in one statement or two, as one call, where nothing else was written."""
         for statement in body:
-            if isinstance(statement, (ast.If, ast.For, ast.While)) or (
-                isinstance(statement, ast.With) and self.method.lets_errors_pass(statement)
-            ):
-                for block in blocks(statement):
-                    self.activate(block)
-            elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) and statement.value is not None:
+            for block in self._blocks_of(statement):
+                self.activate(block)
+            if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) and statement.value is not None:
                 for call in list(_calls(statement.value)):
                     if call.args and self._is_conv(call.args[0]):
                         self._activate(call, call.args[0])
