@@ -58,13 +58,43 @@ inline constexpr unsigned kTraverseFewRows = 1024;
 // ---------------------------------------------------------------------------------------------------------------------
 // Element by element. A functor has: Element, kInputs (1 or 2), Coef, `Coef load(int64_t row)` and
 // `void apply(coef, const Acc (&x)[kSize], const Acc (&second)[kSize], Acc (&y)[kSize])`, where coef(j) is the Coef of
-// element j. Where no vectors fit, only the functors with kHasScalars are compiled: those that take any chain.
+// element j. Where no vectors fit, only the functors with kHasScalars are compiled: those that take any chain. A functor
+// may have an Input or an Output, types of x or y that are narrower than Element, by which vectors are measured.
+
+template <typename F, typename = void>
+struct InputOf {
+  using Type = typename F::Element;
+};
+template <typename F>
+struct InputOf<F, std::void_t<typename F::Input>> {
+  using Type = typename F::Input;
+};
+template <typename F, typename = void>
+struct OutputOf {
+  using Type = typename F::Element;
+};
+template <typename F>
+struct OutputOf<F, std::void_t<typename F::Output>> {
+  using Type = typename F::Output;
+};
+
+// The values of both inputs; of one input, those of x twice.
+template <int kInputs, typename X, typename Second, int kSize, typename Acc>
+__device__ __forceinline__ void unpack_inputs(const Vec<X, kSize>& x, const Vec<Second, kSize>& second,
+                                              Acc (&xs)[kSize], Acc (&seconds)[kSize]) {
+  unpack(x, xs);
+  if constexpr (kInputs == 2) {
+    unpack(second, seconds);
+  } else {
+    unpack(x, seconds);
+  }
+}
 
 template <typename F>
 struct ElementwiseArgs {
-  const typename F::Element* x;
+  const typename InputOf<F>::Type* x;
   const typename F::Element* second;  // of x's layout; null with one input
-  typename F::Element* y;
+  typename OutputOf<F>::Type* y;
   int64_t n, c, s;
   F f;
   int64_t channels = 0;          // channels_last: c, or where rows of `channels` go several at a time, a divisor of it
@@ -78,6 +108,8 @@ template <typename F, int kSize>
 __global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
     elementwise_rows_kernel(const __grid_constant__ ElementwiseArgs<F> a) {
   using T = typename F::Element;
+  using In = typename InputOf<F>::Type;
+  using Out = typename OutputOf<F>::Type;
   const int64_t per_block = int64_t(kTraverseThreads) * a.unroll * kSize;
   const int64_t total = a.n * a.c * a.s;
   const int64_t start = int64_t(gridDim.x - 1 - blockIdx.x) * per_block, end = min(start + per_block, total);
@@ -85,12 +117,13 @@ __global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
   const int64_t column0 = start - row0 * a.s;
   const bool narrow = a.s + per_block < (int64_t(1) << 31);
 
-  Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
+  Vec<In, kSize> x[kTraverseUnroll];
+  Vec<T, kSize> second[kTraverseUnroll];
 #pragma unroll
   for (int u = 0; u < kTraverseUnroll; ++u) {
     const int64_t at = start + (int64_t(u) * kTraverseThreads + threadIdx.x) * kSize;
     if (at + kSize <= end) {
-      x[u] = load_vec<T, kSize>(a.x + at);
+      x[u] = load_vec<In, kSize>(a.x + at);
       if (F::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + at);
     }
   }
@@ -114,10 +147,9 @@ __global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
     }
     auto coef = a.f.load(row);
     acc_t<T> xs[kSize], seconds[kSize], y[kSize];
-    unpack(x[u], xs);
-    unpack(F::kInputs == 2 ? second[u] : x[u], seconds);
+    unpack_inputs<F::kInputs>(x[u], second[u], xs, seconds);
     a.f.apply(same(coef), xs, seconds, y);
-    store_vec<T, kSize>(a.y + at, pack<T, kSize>(y));
+    store_vec<Out, kSize>(a.y + at, pack<Out, kSize>(y));
   }
   if constexpr (kSize > 1) {
     // Apart and not unrolled: instructions that are not needed need not be fetched either.
@@ -128,7 +160,8 @@ __global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
       const int present = static_cast<int>(min(total - at, int64_t(kSize)));
       int64_t column;
       int64_t row = row_of(at, &column);
-      Vec<T, kSize> own, own_second;
+      Vec<In, kSize> own;
+      Vec<T, kSize> own_second;
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
         own.v[j] = a.x[min(at + j, total - 1)];
@@ -137,12 +170,11 @@ __global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
       if (a.s >= kSize) {  // two rows: the coefficients of both are asked for at once
         const auto coef = a.f.load(row), next = a.f.load(min(row + 1, a.n * a.c - 1));
         acc_t<T> xs[kSize], seconds[kSize], y[kSize];
-        unpack(own, xs);
-        unpack(F::kInputs == 2 ? own_second : own, seconds);
+        unpack_inputs<F::kInputs>(own, own_second, xs, seconds);
         a.f.apply(OneOfTwo<const decltype(coef)>{coef, next, static_cast<int>(a.s - column)}, xs, seconds, y);
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
-          if (j < present) a.y[at + j] = from_acc<T>(y[j]);
+          if (j < present) a.y[at + j] = from_acc<Out>(y[j]);
         }
         continue;
       }
@@ -152,13 +184,12 @@ __global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
       for (int first = 0; first < present; ++row, column = 0) {
         auto coef = a.f.load(row);
         acc_t<T> xs[kSize], seconds[kSize], y[kSize];
-        unpack(own, xs);
-        unpack(F::kInputs == 2 ? own_second : own, seconds);
+        unpack_inputs<F::kInputs>(own, own_second, xs, seconds);
         a.f.apply(same(coef), xs, seconds, y);
         const int last = static_cast<int>(min(int64_t(present), first + a.s - column));
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
-          if (j >= first && j < last) a.y[at + j] = from_acc<T>(y[j]);
+          if (j >= first && j < last) a.y[at + j] = from_acc<Out>(y[j]);
         }
         first = last;
       }
@@ -192,8 +223,8 @@ struct ColumnEdges {
   }
   // The thread's parts of vectors among positions begin to end: calls part(is_own, from, xs, seconds) with the values
   // of a vector at element `from`, those that are the sample's where is_own(j), and zeros.
-  template <int kInputs, int kSize, typename T, typename Part>
-  __device__ __forceinline__ void for_parts(const T* x, const T* second, int64_t begin, int64_t end, int walkers,
+  template <int kInputs, int kSize, typename X, typename T, typename Part>
+  __device__ __forceinline__ void for_parts(const X* x, const T* second, int64_t begin, int64_t end, int walkers,
                                             int walker, int64_t c, int64_t channel, int64_t length, Part part) const {
 #pragma unroll 1
     for (int64_t position = cuts_first(channel) ? 0 : full; position <= full; position += max(full, int64_t(1))) {
@@ -202,7 +233,8 @@ struct ColumnEdges {
           i >= length)
         continue;
       const auto is_own = [&](int j) { return i + j >= 0 && i + j < length; };
-      Vec<T, kSize> own{}, own_second{};
+      Vec<X, kSize> own{};
+      Vec<T, kSize> own_second{};
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
         if (is_own(j)) {
@@ -211,8 +243,7 @@ struct ColumnEdges {
         }
       }
       acc_t<T> xs[kSize], seconds[kSize];
-      unpack(own, xs);
-      unpack(kInputs == 2 ? own_second : own, seconds);
+      unpack_inputs<kInputs>(own, own_second, xs, seconds);
       part(is_own, from, xs, seconds);
     }
   }
@@ -224,6 +255,8 @@ __global__ void __launch_bounds__(kTraverseThreads)
     elementwise_columns_kernel(const __grid_constant__ ElementwiseArgs<F> a, ColumnGeometry geometry, int64_t slices,
                                int64_t slice_length) {
   using T = typename F::Element;
+  using In = typename InputOf<F>::Type;
+  using Out = typename OutputOf<F>::Type;
   const int lane = threadIdx.x % geometry.lanes;
   const int walker = threadIdx.x / geometry.lanes;
   const int64_t block = int64_t(gridDim.x) - 1 - blockIdx.x;
@@ -237,12 +270,13 @@ __global__ void __launch_bounds__(kTraverseThreads)
   int64_t position = begin + walker;
   if (position == 0 && edges.cuts_first(channel)) position = geometry.walkers;
   int64_t at = edges.origin + position * a.c + channel;
-  Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
+  Vec<In, kSize> x[kTraverseUnroll];
+  Vec<T, kSize> second[kTraverseUnroll];
   const auto load = [&] {
 #pragma unroll
     for (int u = 0; u < kTraverseUnroll; ++u) {
       if (position + u * geometry.walkers < end) {
-        x[u] = load_vec<T, kSize>(a.x + at + u * step);
+        x[u] = load_vec<In, kSize>(a.x + at + u * step);
         if (F::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + at + u * step);
       }
     }
@@ -262,10 +296,9 @@ __global__ void __launch_bounds__(kTraverseThreads)
     for (int u = 0; u < kTraverseUnroll; ++u) {
       if (position + u * geometry.walkers < end) {
         acc_t<T> xs[kSize], seconds[kSize], y[kSize];
-        unpack(x[u], xs);
-        unpack(F::kInputs == 2 ? second[u] : x[u], seconds);
+        unpack_inputs<F::kInputs>(x[u], second[u], xs, seconds);
         a.f.apply(each(coef), xs, seconds, y);
-        store_vec<T, kSize>(a.y + at + u * step, pack<T, kSize>(y));
+        store_vec<Out, kSize>(a.y + at + u * step, pack<Out, kSize>(y));
       }
     }
     position += int64_t(kTraverseUnroll) * geometry.walkers;
@@ -278,7 +311,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
     a.f.apply(each(coef), xs, seconds, y);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      if (is_own(j)) a.y[from + j] = from_acc<T>(y[j]);
+      if (is_own(j)) a.y[from + j] = from_acc<Out>(y[j]);
     }
   };
   edges.for_parts<F::kInputs, kSize>(a.x, a.second, begin, min(begin + slice_length, a.s), geometry.walkers, walker,

@@ -92,11 +92,12 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
                            const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
                            const std::string& act, const std::string& backend) {
   check_prologue(op, x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
+  const std::string conv_backend = check_norm_conv_backend(op, backend);
   check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
   const Tensor z =
       num_groups > 0 ? std::get<0>(group_norm_fwd_cpu(x, num_groups, gn_weight, gn_bias, eps, gn_act, "none")) : x;
   return run_conv_add(op, z, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,
-                      divisor, act, backend);
+                      divisor, act, conv_backend);
 }
 
 Tensor group_norm_conv(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
@@ -124,7 +125,7 @@ std::string explain_group_norm_conv(Tensor x, Tensor weight, IntArray stride, In
                                     IntArray output_padding, int64_t groups, bool transposed, std::string gn_act,
                                     std::string act, bool, std::string backend) {
   const char* const op = "explain_group_norm_conv";
-  check_backend(op, backend);
+  check_norm_conv_backend(op, backend);
   check_act(op, gn_act, "gn_act");
   check_act(op, act);
   check_conv_add(op, x, weight, std::nullopt, std::nullopt, stride, padding, dilation, output_padding, groups,

@@ -8,12 +8,13 @@
 
 namespace kgopt {
 
-// y = (y + bias[c] + residual) * scale, in place, y [n, c, s] dense; channels_last: [n, s, c].
-// y = act((y + bias + residual) * scale)
+// y = act((y + bias[c] + residual) * scale), in place, y [n, c, s] dense; channels_last: [n, s, c].
 struct BiasResidualParams {
   void* y = nullptr;
   const void* bias = nullptr;      // [c] of y's dtype; null: none
   const void* residual = nullptr;  // of y's layout; null: none
+  const void* scaled = nullptr;    // fp16, of y's layout: y is at first this times both factors; null: y is there
+  const void* factors = nullptr;   // [c, 2] in fp32, powers of two
   int64_t n = 0, c = 0, s = 0;
   double scale = 1;
   ActChain act;

@@ -391,7 +391,7 @@ def group_norm_conv(
         if padded is not x:  # zeros around what the norm gives, not around x
             z, _ = _padded(group_norm(x, *norm), weight, stride, padding, dilation, rank)
             rest = ([1] * rank, numbers, _ints(dilation, rank), [0] * rank, groups, False, divisor, act)
-            return _conv_add(z, weight, bias, residual, *rest, backend=backend)
+            return _conv_add(z, weight, bias, residual, *rest, backend=ops.conv_backend(backend))
     geometry = (_ints(stride, rank), _ints(numbers, rank), _ints(dilation, rank), [0] * rank, groups, False)
     return _group_norm_conv(x, moments, *norm, weight, bias, residual, *geometry, divisor, act, backend=backend)
 

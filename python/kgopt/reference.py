@@ -179,6 +179,42 @@ def group_norm_conv_ref(
     return conv_add_ref(z, *conv)
 
 
+def _power_below(largest: Tensor, bits: int) -> Tensor:
+    """The power of two by which the value comes below 2**bits, and from 2**-120 on to at least half of that."""
+    return torch.ldexp(torch.ones_like(largest), bits - torch.frexp(largest.clamp_min(2.0**-121)).exponent)
+
+
+def _half_above_zero(x: Tensor) -> Tensor:
+    """x in fp16, where what is not zero does not become zero: times an infinity that would be NaN."""
+    half = x.half()
+    return torch.where((half == 0) & (x != 0), torch.copysign(torch.full_like(half, 2.0**-24), x.half()), half)
+
+
+def scaled_half_conv_ref(x: Tensor, weight: Tensor, *conv: Any) -> Tensor:
+    """:func:`conv_add_ref` of fp32 tensors as ``backend="kgopt:scaled_half"`` rounds it, exact otherwise.
+
+    Powers of two bring every input channel below 2**4, and the weights of every output channel to a sum of magnitudes
+    below 2**11: the fp16 result stays below 2**15.
+    """
+    bias, residual, stride, padding, dilation, output_padding, *rest = conv
+    groups, transposed, divisor, act = (*rest, *(1, False, 1.0, "none")[len(rest) :])
+    x, weight = x.double(), weight.double()
+    inner = list(range(1, x.dim()))
+
+    def finite(t: Tensor) -> Tensor:
+        return torch.where(t.isfinite(), t.abs(), 0.0)
+
+    scale = _power_below(finite(x).amax([0, *inner[1:]]), 4).view(-1, *[1] * (x.dim() - 2))
+    weight = weight / scale
+    unit = _power_below(finite(weight).sum(inner), 11).view(-1, *[1] * (x.dim() - 2))
+    half_x, half_weight = _half_above_zero(x * scale), _half_above_zero(weight * unit.unsqueeze(1))
+    geometry = stride, padding, dilation, transposed, output_padding, groups
+    y = torch.convolution(half_x.double(), half_weight.double(), None, *geometry).half().double() / unit
+    y = y if bias is None else y + bias.double().view_as(unit)
+    y = activation_ref((y if residual is None else y + residual.double()) / divisor, act)
+    return y.float()
+
+
 def group_norm_conv_moments_ref(*args: Any) -> tuple[Tensor, Tensor]:
     """:func:`group_norm_conv_ref`, and mean and variance (biased) of every channel of it, ``[N, C, 2]``."""
     x, _, num_groups, *norm = args[:7]

@@ -59,6 +59,15 @@ inline void check_backend(const char* op, const std::string& backend) {
   fail(op, ": backend is '", backend, "', expected auto, kgopt or aten");
 }
 
+// A norm and a convolution have one more, norm_conv/scaled_half.h: "auto" where that cannot run. Returns the
+// convolution's.
+inline constexpr const char* kScaledHalfBackend = "kgopt:scaled_half";
+inline std::string check_norm_conv_backend(const char* op, const std::string& backend) {
+  if (backend == kScaledHalfBackend) return "auto";
+  check_backend(op, backend);
+  return backend;
+}
+
 inline void check_list(const char* op, const char* arg, const IntArray& list, int rank, int64_t least,
                        const char* expected) {
   KGOPT_CHECK(static_cast<int>(list.size()) == rank, op, ": ", arg, " is ", list_string(list), ", expected ", rank,

@@ -12,6 +12,9 @@ namespace kgopt {
 struct NormConvRequest {
   // Why the kernel for few output channels (norm_conv/norm_conv_few.cu) cannot run it, null when it can.
   const char* few_refusal = nullptr;
+  // Whether fp16 between two passes (norm_conv/scaled_half.h) was asked for, and why it cannot be; null when it can.
+  bool is_scaled_half = false;
+  const char* scaled_half_refusal = nullptr;
   bool is_empty = false;
   bool has_norm = true;     // else the convolution alone
   bool has_moments = true;  // of x; else it is read for them first
@@ -20,7 +23,7 @@ struct NormConvRequest {
 };
 
 struct NormConvChoice {
-  enum Path { kTwoOps, kFewChannels, kPositionRows } path = kTwoOps;
+  enum Path { kTwoOps, kFewChannels, kPositionRows, kScaledHalf } path = kTwoOps;
   std::shared_ptr<const PositionRowsPlan> plan;  // kPositionRows
   std::string reason;
 };
@@ -29,6 +32,10 @@ inline NormConvChoice choose_norm_conv(const ConvProblem& problem, const DeviceL
                                        const NormConvRequest& request) {
   using Path = NormConvChoice::Path;
   if (request.is_empty) return {Path::kTwoOps, nullptr, "a tensor is empty"};
+  if (request.is_scaled_half) {
+    if (!request.scaled_half_refusal) return {Path::kScaledHalf, nullptr, "its backend was asked for"};
+    return {Path::kTwoOps, nullptr, std::string("scaled half: ") + request.scaled_half_refusal};
+  }
   if (backend == ConvBackend::kAten) return {Path::kTwoOps, nullptr, "backend is 'aten'"};
   if (!request.is_bare) return {Path::kTwoOps, nullptr, "a residual, a division or moments of the result"};
   const bool rows_named = backend == ConvBackend::kPositionRows;

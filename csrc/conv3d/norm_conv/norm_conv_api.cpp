@@ -2,6 +2,7 @@
 // norm never stored, or in two steps.
 #include "conv3d/api/call.h"
 #include "conv3d/choice/norm_conv.h"
+#include "conv3d/norm_conv/scaled_half.h"
 #include "groupnorm/api/group_norm_api.h"
 #include "pointwise/pointwise_api.h"
 #include "pointwise/pointwise_checks.h"
@@ -97,6 +98,87 @@ Tensor conv_few(const ConvArgs& a, const ConvShape& shape, NormConvFewParams p, 
   return y;
 }
 
+// Why conv_scaled_half cannot run it; null when it can.
+const char* scaled_half_refusal(const ConvArgs& a, const ConvShape& shape, const ActChain& gn_act) {
+  if (shape.dtype != Dtype::kFloat32) return "not fp32";
+  if (!a.tf32()) return "fp32 accuracy";
+  if (memory_format_of(a.x) == MemoryFormat::Contiguous || shape.groups != 1 || a.transposed) {
+    return "not a plain convolution of a channels_last tensor";
+  }
+  if (shape.c_in % 8 != 0 || shape.c_out % 8 != 0) return "channels are no multiple of 8";
+  if (shape.n * shape.c_in >= int64_t(1) << 32) return "too many samples and channels";
+  return scaled_half_act_refusal(gn_act);
+}
+
+// The convolution in fp16 between two passes, which scale by powers of two. x is read once for the range of its
+// channels, and for its moments with it.
+Tensor conv_scaled_half(const ConvArgs& a, const ConvShape& shape, const Prologue& norm, const ActChain& gn_act,
+                        const OptTensor& residual, double divisor, const ActChain& act) {
+  static const std::string aten = "aten";
+  const MemoryFormat format = channels_last_format(a.rank + 2);
+  const Tensor x = aligned(dense_in(a.x, format));
+  const CallOperands operands(a, shape);
+  ScaledHalfParams p;
+  p.x = static_cast<const float*>(x.const_data_ptr());
+  p.n = shape.n;
+  p.c = shape.c_in;
+  p.s = shape.in[0] * shape.in[1] * shape.in[2];
+  p.sm_count = check_gpu(a.op, x).sm_count;
+  if (norm.num_groups > 0) p.act = gn_act;
+  p.weight = static_cast<const float*>(operands.weight);
+  p.w_stride_out = operands.w_stride_out;
+  p.w_stride_in = operands.w_stride_in;
+  std::copy(operands.w_stride_k, operands.w_stride_k + 3, p.w_stride_k);
+  p.c_out = shape.c_out;
+  std::copy(shape.kernel, shape.kernel + 3, p.kernel);
+
+  const Tensor moments = allocate_moments(x, p.c);
+  Workspace workspace(x);
+  const int64_t partials = workspace.reserve(scaled_half_partial_bytes(p));
+  const int64_t range = workspace.reserve(p.n * p.c * 2 * sizeof(float));
+  const int64_t table = norm.num_groups > 0 ? workspace.reserve(p.n * p.c * 4 * sizeof(float)) : 0;
+  const int64_t scale = workspace.reserve(p.c * sizeof(float)), inverse = workspace.reserve(p.c * sizeof(double));
+  const int64_t factors = workspace.reserve(p.c_out * 2 * sizeof(float));
+  workspace.allocate();
+  p.partials = workspace.at<void>(partials);
+  p.moments = static_cast<float*>(moments.mutable_data_ptr());
+  p.range = workspace.at<float>(range);
+  p.scale = workspace.at<float>(scale);
+  p.inverse = workspace.at<double>(inverse);
+  p.factors = workspace.at<float>(factors);
+  raise_on_error(a.op, run_channel_ranges(p, stream_of(x)));
+  if (norm.num_groups > 0) {
+    moments_table_cuda(a.op, moments, norm.num_groups, norm.weight, norm.bias, norm.eps, workspace.at<void>(table));
+    p.table = workspace.at<float>(table);
+  }
+  Tensor half_y;
+  {
+    const Tensor half_x = empty_like_shape(x, sizes_of(x), ScalarType::Half, format);
+    const Tensor half_weight = empty_like_shape(x, sizes_of(a.weight), ScalarType::Half, format);
+    p.half_x = half_x.mutable_data_ptr();
+    p.half_weight = half_weight.mutable_data_ptr();
+    raise_on_error(a.op, run_scaled_half(p, stream_of(x)));
+    half_y = conv_forward({a.op, half_x, half_weight, std::nullopt, a.stride, a.padding, a.dilation, a.output_padding,
+                           a.groups, a.transposed, a.rank, aten, std::nullopt});
+  }
+  Tensor y = allocate_output(a, shape);
+  const Tensor dense_residual = residual ? dense_in(*residual, format) : Tensor();
+  BiasResidualParams tail;
+  tail.y = y.mutable_data_ptr();
+  tail.scaled = half_y.const_data_ptr();
+  tail.factors = p.factors;
+  tail.bias = operands.bias;
+  tail.residual = residual ? dense_residual.const_data_ptr() : nullptr;
+  tail.n = shape.n;
+  tail.c = shape.c_out;
+  tail.s = shape.out[0] * shape.out[1] * shape.out[2];
+  tail.scale = 1 / divisor;
+  tail.act = act;
+  tail.channels_last = true;
+  raise_on_error(a.op, run_bias_residual(tail, stream_of(y)));
+  return y;
+}
+
 // `few` is the caller's room for the parameters of the kernel for few output channels; `is_bare`: nothing but `act`
 // follows the convolution.
 NormConvChoice choose_kernel(const ConvArgs& a, const ConvShape& shape, int64_t num_groups, bool has_moments,
@@ -108,6 +190,10 @@ NormConvChoice choose_kernel(const ConvArgs& a, const ConvShape& shape, int64_t 
   request.is_bare = is_bare;
   request.norm_act = chain_kind(gn_act);
   request.act = chain_kind(act);
+  if (request.is_scaled_half = a.backend == kScaledHalfBackend; request.is_scaled_half) {
+    request.scaled_half_refusal = scaled_half_refusal(a, shape, gn_act);
+    return choose_norm_conv({}, {}, ConvBackend::kAuto, request);
+  }
   const ConvBackend backend = parse_backend(a.op, a.backend);
   // Two ops whatever the shape: what it takes longer to ask for is not asked for.
   if (request.is_empty || backend == ConvBackend::kAten || !is_bare) return choose_norm_conv({}, {}, backend, request);
@@ -126,7 +212,7 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
                            const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
                            const std::string& act, const std::string& backend, Tensor* of_result) {
   check_prologue(op, x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
-  check_backend(op, backend);
+  const std::string conv_backend = check_norm_conv_backend(op, backend);
   const ConvShape shape =
       check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
   const ActChain of_norm = check_act(op, gn_act, "gn_act"), of_sum = check_act(op, act);
@@ -139,6 +225,14 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
     const NormConvChoice choice =
         choose_kernel(conv, shape, num_groups, moments.has_value(), bare, of_norm, of_sum, &few);
     const Prologue norm{moments, num_groups, gn_weight, gn_bias, eps};
+    if (choice.path == NormConvChoice::kScaledHalf) {
+      const Tensor y = conv_scaled_half(conv, shape, norm, of_norm, residual, divisor, of_sum);
+      if (of_result) {
+        *of_result = allocate_moments(y, shape.c_out);
+        channel_moments_cuda(op, y, *of_result);
+      }
+      return y;
+    }
     const bool by_few = choice.path == NormConvChoice::kFewChannels;
     // A read for the moments takes longer than what the norm that reads x once writes, and this kernel on that.
     if (by_few && num_groups > 0 && !moments) {
@@ -160,7 +254,7 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
   }
   const Tensor z = normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
   return run_conv_add(op, z, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,
-                      divisor, act, backend, of_result);
+                      divisor, act, conv_backend, of_result);
 }
 
 Tensor group_norm_conv(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
@@ -189,7 +283,7 @@ std::string explain_group_norm_conv(Tensor x, Tensor weight, IntArray stride, In
                                     IntArray output_padding, int64_t groups, bool transposed, std::string gn_act,
                                     std::string act, bool moments, std::string backend) {
   const char* const op = "explain_group_norm_conv";
-  check_backend(op, backend);
+  check_norm_conv_backend(op, backend);
   const ConvShape shape = check_conv_add(op, x, weight, std::nullopt, std::nullopt, stride, padding, dilation,
                                          output_padding, groups, transposed);
   const ActChain of_norm = check_act(op, gn_act, "gn_act"), of_sum = check_act(op, act);
@@ -200,6 +294,7 @@ std::string explain_group_norm_conv(Tensor x, Tensor weight, IntArray stride, In
   const NormConvChoice choice = choose_kernel(a, shape, 1, moments, true, of_norm, of_sum, &parameters);
   const bool few = choice.path == NormConvChoice::kFewChannels;
   const bool in_one = choice.path == NormConvChoice::kPositionRows || (few && moments);
+  if (choice.path == NormConvChoice::kScaledHalf) return "fp16 between two passes: " + choice.reason;
   return (in_one ? "one kernel: " : few ? "two kernels: " : "two ops: ") + choice.reason;
 }
 

@@ -24,6 +24,8 @@ from kgopt.ops.calls import without_grad as without_grad
 from kgopt.ops.conv import autocast_convolution as autocast_convolution
 from kgopt.ops.geometry import conv_sizes as conv_sizes
 from kgopt.ops.install import install
+from kgopt.ops.norm_conv import SCALED_HALF as SCALED_HALF
+from kgopt.ops.norm_conv import conv_backend as conv_backend
 from kgopt.ops.precision import conv_tf32_allowed as conv_tf32_allowed
 
 install()

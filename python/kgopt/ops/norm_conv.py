@@ -121,11 +121,19 @@ def _conv_add_formula(
     return as_x_lies(reference.activation_ref(y, act), c)
 
 
+SCALED_HALF = "kgopt:scaled_half"  # a backend of these ops alone
+
+
+def conv_backend(backend: str) -> str:
+    """A convolution's backend where the norm in front is an op of its own."""
+    return "auto" if backend == SCALED_HALF else backend
+
+
 def _norm_conv_formula(x: Tensor, moments: Tensor | None, *args: Any, backend: str) -> Tensor:
     """The moments are those of x."""
     num_groups, gn_weight, gn_bias, eps, gn_act, *conv = args
     z = group_norm_fwd_formula(x, num_groups, gn_weight, gn_bias, eps, gn_act)[0] if num_groups else x
-    return _conv_add_formula(z, *conv, backend=backend)
+    return _conv_add_formula(z, *conv, backend=conv_backend(backend))
 
 
 def _norm_conv1x1_formula(x: Tensor, moments: Tensor | None, *args: Any) -> Tensor:
@@ -167,7 +175,8 @@ def _norm_conv_low(conv_name: str) -> Callable[..., Any]:
         affine = (groups, cast(gn_weight, torch.float32), cast(gn_bias, torch.float32), eps, act)
         x = cast(x, torch.float32)
         z = OPS.group_norm(x, *affine) if moments is None else OPS.group_norm_moments(x, moments, *affine)
-        return conv(cast(z, dtype), *tensors, *args[10:], **kwargs)
+        options = {**kwargs, "backend": conv_backend(kwargs["backend"])} if "backend" in kwargs else kwargs
+        return conv(cast(z, dtype), *tensors, *args[10:], **options)
 
     return rule
 

@@ -203,13 +203,13 @@ def _with_activation(self: Any, plan: Steps, i: int, operands: list[Any], x: Any
 
 
 def _head_behind(self: Any, plan: Steps, i: int, site: FollowedSite, norm: Any, x: Tensor) -> Any:
-    """The convolution to a few channels that is the next step, where it can run with step i, and its arguments."""
+    """The convolution that is the next step, where one op can run it with step i, and how."""
     if not site.short or not keeps_format(norm):
         return None
     paths, other = plan.steps[i + 1]
     conv = only_conv(child(self, paths[0])) if other is None and len(paths) == 1 else None
     head = None if conv is None else plans.head_plan(conv, x)
-    return None if head is None else (conv, plans.head_arguments(head))
+    return None if head is None else (conv, head.option, head.rest)
 
 
 def _methods(original: Any, _: tuple[Any, ...], stand: classes.Stand) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Later:
         dtypes and layouts have something to do.
         """
         x, plan = self.x, self.plan
-        x = x.x if type(x) is Upsampled else x
+        x = x.x if type(x) is Upsampled else x.operands[-1] if type(x) is plans.Normalized else x
         sizes = plan.sizes if plan is not None else [*x.shape[:2], *(2 * s for s in x.shape[2:])]
         if type(other) is not Tensor or other.dtype is not x.dtype or other.device != x.device:
             return None
@@ -63,10 +63,10 @@ class Later:
         if prelu is not None:
             return None
         if divisor is None:
-            return plans.run_plan(self.module, x, plan, other, act=act)
+            return plans.run_plan(self.module, self.x, plan, other, act=act)
         if type(divisor) not in (int, float) or divisor == 0:
             return None
-        return plans.run_plan(self.module, x, plan, other, float(divisor), act)
+        return plans.run_plan(self.module, self.x, plan, other, float(divisor), act)
 
 
 def _upsample_linear(x: Tensor, residual: Tensor) -> Tensor:
@@ -302,7 +302,7 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
     if not (is_as_is(last) if is_conv else originals.AS_CALLED[nn.Upsample]()):
         return whole(x)
     x = _before_last(path, x)
-    if type(x) is plans.Normalized:
+    if type(x) is plans.Normalized and not is_conv:
         return last(x)
     if is_conv:
         plan = plans.plan_of(last, x)

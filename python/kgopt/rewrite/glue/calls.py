@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kgopt import accuracy
 from kgopt import ops as ops
 from kgopt._layout import is_dense_channels_last
 from kgopt.rewrite import originals
@@ -42,6 +43,8 @@ FEW = 4  # output channels of group_norm_conv1x1's kernel
 LARGEST_FACTOR = 8
 # Positions of a dim, up to which PyTorch's float32 finds the same source as exact arithmetic, with some room.
 LARGEST_REPEATED = 2048
+# Taps times input channels, and output channels, from which fp16's rate can make up for the passes of scaled_half.
+WIDE_COLUMNS, WIDE = 512, 64
 FEW_COLUMNS = 40  # taps times output channels of group_norm_conv's kernel for few channels
 
 
@@ -119,6 +122,9 @@ class Call:
         if option == "few":
             weight, bias = self.more
             return kernels.few(self.x, weight, bias, self.rest)
+        if option == "scaled":
+            weight, bias = self.more
+            return kernels.scaled(self.x, weight, bias, None, *self.rest)
         op, rest = self.own
         if option == "auto":  # the op, and its gradients, by the kernels that it chooses
             return op(self.x, *self.more, *rest)  # type: ignore[no-any-return]
@@ -223,11 +229,14 @@ def _conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | No
     pointwise = head and weight.shape[2:] == ones and (padding, dilation) == (zeros, ones)
     few = head and not pointwise and math.prod(weight.shape[2:]) * weight.shape[0] <= FEW_COLUMNS
     few = few and (rank == 2 or (weight.shape[2] == 1 and padding is not None and padding[0] == 0))
+    wide = is_dense_channels_last(x) and accuracy.may_take_tf32(x) and groups == 1 and not transposed
+    wide = wide and weight.shape[0] >= WIDE and math.prod(weight.shape[1:]) >= WIDE_COLUMNS
     options = (
         *(("bias",) if bias is not None else ()),
         *(("own",) if narrow else ()),
         *(("pointwise",) if pointwise else ()),
         *(("few",) if few else ()),
+        *(("scaled",) if wide else ()),
     )
     if not options:
         return None

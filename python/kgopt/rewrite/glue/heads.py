@@ -1,5 +1,5 @@
-"""A chain and the convolution behind it: one op for both where its output channels are few, and half precision between
-them under autocast.
+"""A chain and the convolution behind it: one op for both where its output channels are few or where fp16 computes it,
+and half precision between them under autocast.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kgopt import ops as ops
 from kgopt._layout import as_channels_last
 from kgopt.rewrite import known
 from kgopt.rewrite.arguments import keeps_format, norm_args
-from kgopt.rewrite.glue.plans import Normalized, head_plan
+from kgopt.rewrite.glue.plans import Normalized, as_seen, head_plan
 from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.modules import first_is_conv, guard_methods, is_as_is
 from kgopt.rewrite.sites import Site
@@ -58,10 +59,21 @@ class FollowedSite(Site):
         # A convolution before the norm gives half precision whatever it is given.
         return bool(chain.conv or x.dtype is torch.get_autocast_dtype("cuda")) and first_is_conv(follower)
 
-    def run_with_head(self, norm: Any, x: Tensor, conv: Any, rest: Sequence[Any] | None = None) -> Tensor:
-        """The chain, a norm and activations, and a convolution to a few channels of what it gives, as one op.
+    def run_with_head(
+        self,
+        norm: Any,
+        x: Tensor,
+        conv: Any,
+        option: str,
+        rest: Sequence[Any],
+        residual: Tensor | None = None,
+        divisor: float = 1.0,
+        act: str = "none",
+    ) -> Tensor:
+        """The chain, a norm and activations, and a convolution of what it gives, as one op.
 
-        ``rest``: the convolution's arguments after its tensors; None: its kernel is 1.
+        ``option``: the convolution's, one of :data:`~kgopt.rewrite.glue.plans.HEADS`, of which "scaled" alone may have
+        something behind it. ``rest``: the convolution's arguments after its tensors.
         """
         args = norm_args(norm, None)
         assert args is not None
@@ -69,8 +81,10 @@ class FollowedSite(Site):
             guard_methods(norm)
             guard_methods(conv)
             x = as_channels_last(x)  # as in run
+            residual = None if residual is None else as_seen(residual)
         moments = self.carried(x)
         both = (args.num_groups, args.weight, args.bias, args.eps, self.chain.post, conv.weight, conv.bias)
-        if rest is None:
+        if option == "pointwise":
             return _group_norm_conv1x1(x, moments, *both)
-        return _group_norm_conv(x, moments, *both, None, *rest)
+        backend = ops.SCALED_HALF if option == "scaled" else "auto"
+        return _group_norm_conv(x, moments, *both, residual, *rest, divisor, act, backend=backend)

@@ -111,6 +111,12 @@ def few(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any]) -> 
     return _OPS.group_norm_conv(x, None, 0, None, None, 0.0, "none", weight, bias, None, *rest)  # type: ignore[no-any-return]
 
 
+def scaled(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any) -> Tensor:
+    """A wide convolution of fp32 tensors in fp16, scaled by powers of two; ``rest``: as of conv_add."""
+    args = x, None, 0, None, None, 0.0, "none", weight, bias, residual, *rest
+    return _OPS.group_norm_conv(*args, backend=ops.SCALED_HALF)  # type: ignore[no-any-return]
+
+
 _conv_add, _upsample_conv_weight = map(ops.without_grad, ("conv_add", "upsample_conv_weight"))
 
 

@@ -85,13 +85,14 @@ def has_room(module: nn.Module) -> bool:
     return any(option not in ("", "pointwise", "few") for option in state.faster.values())
 
 
+HEADS = ("pointwise", "few", "scaled")  # options whose op takes the norm in front of the convolution, too
 PLANS = 64  # of a module, after which new kinds of inputs are PyTorch's
 
 
 def plan_of(conv: Any, x: Any) -> ConvPlan | None:
     """The plan for this call; None where PyTorch's code must run. Only with gradients off and nobody looking on.
 
-    x may be :class:`~kgopt.rewrite.glue.later.Upsampled`: is there one op for both?
+    x may be :class:`~kgopt.rewrite.glue.later.Upsampled` or :class:`Normalized`: is there one op for both?
     """
     if not is_own_conv(conv):
         return None
@@ -100,6 +101,8 @@ def plan_of(conv: Any, x: Any) -> ConvPlan | None:
         if x.made is not None or torch.compiler.is_compiling():
             return None
         x, factors = x.x, x.factors
+    if type(x) is Normalized:
+        x = x.operands[-1]
     if torch.compiler.is_compiling():
         return _compiled_plan(conv, x)
     knows = conv.__dict__.get("_kgopt")
@@ -141,7 +144,7 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
         carrier = state.carrier
     _, rest = call.own
     own = ops.without_grad(kind), rest
-    return ConvPlan(option, module, call.rest, call.sizes, own, option in ("own", "bias"), carrier)
+    return ConvPlan(option, module, call.rest, call.sizes, own, option in ("own", "bias", "scaled"), carrier)
 
 
 def _make_upsampled_plan(
@@ -167,7 +170,7 @@ def _compiled_plan(conv: Any, x: Any) -> ConvPlan | None:
     if watching.wants_torch():
         return None
     option = state.always.get(x.is_contiguous(), "")
-    if option not in ("own", "pointwise", "few"):
+    if option not in ("own", *HEADS):
         return None
     if torch.is_autocast_enabled(x.device.type) or x.dtype is not conv.weight.dtype or isinstance(conv.padding, str):
         return None
@@ -180,7 +183,8 @@ def _compiled_plan(conv: Any, x: Any) -> ConvPlan | None:
     sizes = ops.conv_sizes(x.shape, conv.weight.shape, *rest)
     tail = (output_padding, groups, dilation) if transposed else (dilation, groups)
     own = getattr(_OPS, kind).default, (stride, padding, *tail)
-    return ConvPlan(option, (), rest, sizes, own, option == "own", state.carrier)
+    carrier = None if option == "scaled" else state.carrier
+    return ConvPlan(option, (), rest, sizes, own, option in ("own", "scaled"), carrier)
 
 
 def as_seen(x: Tensor) -> Tensor:
@@ -193,9 +197,11 @@ def _emit_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None, di
     guard_methods(conv)
     weight, bias = conv.weight, conv.bias
     x, residual = as_seen(x), None if residual is None else as_seen(residual)
+    tail = (*plan.rest, divisor, act)
+    if plan.option == "scaled":
+        return kernels.scaled(x, weight, bias, residual, *tail)
     if plan.option in ("pointwise", "few"):
         return _few(x, weight, bias, plan)
-    tail = (*plan.rest, divisor, act)
     if plan.carrier is not None and plan.carrier.on:
         return _OPS.conv_add_moments(x, weight, bias, residual, *tail, backend="kgopt")[0]  # type: ignore[no-any-return]
     if residual is not None or act != "none":
@@ -215,6 +221,8 @@ def run_plan(
     conv: Any, x: Any, plan: ConvPlan, residual: Tensor | None = None, divisor: float = 1.0, act: str = "none"
 ) -> Tensor:
     """The convolution, with its bias and what else is given, by one of kgopt's ops."""
+    if type(x) is Normalized:
+        return x.site.run_with_head(x.norm, x.operands[-1], conv, plan.option, plan.rest, residual, divisor, act)  # type: ignore[no-any-return]
     if torch.compiler.is_compiling():
         return _emit_plan(conv, x, plan, residual, divisor, act)
     parameters = conv._parameters
@@ -231,6 +239,9 @@ def run_plan(
     elif plan.option in ("pointwise", "few"):
         with below_autograd():  # gradients are off; the ops' Python kernels for them take time
             y = _few(x, weight, bias, plan)
+    elif plan.option == "scaled":
+        with below_autograd():
+            y = kernels.scaled(x, weight, bias, residual, *plan.rest, divisor, act)
     elif plan.option == "bias" or residual is not None or act != "none":
         y = _conv_add(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
     else:
@@ -259,12 +270,7 @@ def head_plan(conv: Any, x: Tensor) -> ConvPlan | None:
     if not may_plan() or known.get(conv, "glue") is None:
         return None
     plan = plan_of(conv, x)
-    return plan if plan is not None and plan.option in ("pointwise", "few") else None
-
-
-def head_arguments(plan: ConvPlan) -> tuple[Any, ...] | None:
-    """What :meth:`Site.run_with_head` wants to know of the convolution."""
-    return plan.rest if plan.option == "few" else None
+    return plan if plan is not None and plan.option in HEADS else None
 
 
 def through(conv: Any, value: Any) -> Any:
@@ -336,7 +342,7 @@ class Normalized:
         x = self.operands[-1]
         plan = head_plan(conv, x)
         if plan is not None and plan.option == self.plan.option:
-            return self.site.run_with_head(self.norm, x, conv, head_arguments(plan))
+            return run_plan(conv, self, plan)
         return forward(conv, self.site.run(*self.operands))
 
 
