@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fake_graphs import captured
 from kgopt.rewrite import backend, convolutions
 
 
@@ -52,24 +53,6 @@ def autocast_without_a_gpu():
     yield
     torch.set_autocast_enabled("cuda", before[0])
     torch.set_autocast_dtype("cuda", before[1])
-
-
-def captured(function, mode, *tensors):
-    """A graph as Dynamo gives it: fake tensors as examples."""
-    traced = fx.symbolic_trace(function)
-    made = {}
-
-    class Run(fx.Interpreter):
-        def run_node(self, n):
-            made[n] = super().run_node(n)
-            return made[n]
-
-    with mode:
-        Run(traced).run(*tensors)
-    for node, y in made.items():
-        if node.op != "output":
-            node.meta["example_value"] = y
-    return traced
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def clock(monkeypatch, tmp_path):
 
     monkeypatch.setattr(clocks, "busy_both", busy_both)
     monkeypatch.setattr(policy, "default", lambda device: True)
-    monkeypatch.setattr(contest, "MEASURES_ON", ("cpu",))
+    monkeypatch.setattr(contest, "may_measure", lambda device: True)
     monkeypatch.setattr(verdicts, "inductor_cache_dir", lambda: str(tmp_path))
     monkeypatch.setattr(verdicts, "compiled", verdicts.Store())
     monkeypatch.setattr(verdicts, "store", verdicts.Store())

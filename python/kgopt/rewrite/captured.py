@@ -23,6 +23,11 @@ def is_known(t: Any) -> bool:
     return all(type(s) is int for s in (*t.shape, *t.stride())) and t.numel() > 0
 
 
+def may_measure(device: torch.device) -> bool:
+    """Whether stand-ins are timed there: on a GPU, which fake tensors may name without there being one."""
+    return device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+
+
 def stand_in(t: Tensor, device: Any, channels_last: bool = False) -> Tensor:
     """A tensor of its kind, or the same in channels_last; nothing traces it. On "meta": without values."""
     with outside_of_tracing():

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, fx
 
 from kgopt.rewrite import clocks, measuring, verdicts
-from kgopt.rewrite.captured import stand_in, value
+from kgopt.rewrite.captured import may_measure, stand_in, value
 from kgopt.torch_private import compile_graph, compiler_settings, outside_of_tracing
 
 SECONDS = 60.0  # for all sites of a graph
 NODES = 8  # elementwise functions on either side of a site
 SLACK = 1.03  # kgopt's op may take so much longer: in training it keeps less
-MEASURES_ON = ("cuda",)
 
 _ARITHMETIC = (
     *("add", "sub", "rsub", "mul", "truediv", "div", "neg", "abs", "pow"),
@@ -128,7 +127,7 @@ class Contest:
 
     def lost(self, core: Sequence[fx.Node], last: fx.Node, like: Tensor) -> str:
         """Why the site stays the compiler's; "": kgopt's op runs."""
-        if like.device.type not in MEASURES_ON:
+        if not may_measure(like.device):
             return ""
         region = Region(core, last, like)
         if not region.around or not self._is_known(region):

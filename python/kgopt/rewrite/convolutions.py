@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from kgopt._layout import FORMATS
 from kgopt.rewrite import clocks, contest, measuring, originals, training, verdicts
-from kgopt.rewrite.captured import is_known, stand_in, uses_autocast, value
+from kgopt.rewrite.captured import is_known, may_measure, stand_in, uses_autocast, value
 from kgopt.rewrite.glue import search
 from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, Call, geometry_of, recognize
 from kgopt.torch_private import outside_of_tracing
@@ -33,7 +33,6 @@ SECONDS = 60.0  # of measurements for a graph, after which it stays as it is
 # F.conv3d is the same function.
 _CONVS: dict[Any, str] = {f: name for name, f in CONV_FUNCTIONS.items() if originals.is_torchs(f)}
 _NAMES = {4: "images", 5: "volumes"}
-_MEASURES_ON = ("cuda",)
 
 
 @dataclass
@@ -214,7 +213,7 @@ def _of_images(times: Mapping[fx.Node, _Times]) -> dict[fx.Node, _Way]:
 def _measured(node: fx.Node, grad: bool, until: float) -> _Times | None:
     given = (node.args, dict(node.kwargs))
     tensors = [value(n) for n in node.all_input_nodes]
-    if not tensors or not all(map(is_known, tensors)) or not all(_may_measure_on(t.device.type) for t in tensors):
+    if not tensors or not all(map(is_known, tensors)) or not all(may_measure(t.device) for t in tensors):
         return None
     if value(_input(node)).dim() != _dims(node):
         return None
@@ -233,11 +232,6 @@ def _measured(node: fx.Node, grad: bool, until: float) -> _Times | None:
 
     found, _ = verdicts.of_graphs().settle(key, measure)
     return None if found is None else _Times(*found)
-
-
-def _may_measure_on(device: str) -> bool:
-    """A graph of fake tensors may be one for a GPU that is not here."""
-    return device in _MEASURES_ON and (device != "cuda" or torch.cuda.is_available())
 
 
 def _is_bias_free(node: fx.Node) -> bool:

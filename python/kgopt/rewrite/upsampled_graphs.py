@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from kgopt._layout import is_dense_channels_last
 from kgopt.rewrite import originals
-from kgopt.rewrite.captured import is_known, stand_in, uses_autocast, value
+from kgopt.rewrite.captured import is_known, may_measure, stand_in, uses_autocast, value
 from kgopt.rewrite.glue import kernels, search
 from kgopt.rewrite.glue.calls import INTERPOLATE, Call, interpolate_of, upsampled
 from kgopt.torch_private import outside_of_tracing
@@ -32,7 +32,6 @@ _CONVS: dict[Any, type[nn.Module]] = {
     if originals.is_torchs(f)
 }
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_MEASURES_ON = ("cuda",)  # elsewhere both stay
 _DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 
@@ -128,7 +127,7 @@ def _module(kind: type[nn.Module], weight: Tensor, bias: Tensor | None, given: M
 def _is_faster(pair: _Pair) -> bool:
     """Measured, or known of an equal pair."""
     held = value(pair.x)
-    if held.device.type not in _MEASURES_ON:
+    if not may_measure(held.device):
         return False
     with outside_of_tracing() as is_outside:
         if not is_outside:
