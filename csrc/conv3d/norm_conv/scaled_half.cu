@@ -67,8 +67,8 @@ RangeSlices slices_of(const ScaledHalfParams& p) {
 }
 
 // A warp a channel of a sample. Means are merged relative to the first slice's, so that an offset is rounded once.
-__global__ void __launch_bounds__(128) channel_ranges_kernel(const __grid_constant__ ScaledHalfParams p,
-                                                             int64_t slices) {
+__global__ void __launch_bounds__(128)
+    channel_ranges_kernel(const __grid_constant__ ScaledHalfParams p, int64_t slices) {
   const int lane = threadIdx.x % 32;
   const int64_t channel = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   if (channel >= p.n * p.c) return;

@@ -21,14 +21,14 @@ struct ScaledHalfParams {
   const float* x = nullptr;  // [n, s, c]
   int64_t n = 0, c = 0, s = 0;
   int sm_count = 0;
-  void* partials = nullptr;     // [n, slices, c] of a mean, squared deviations, a count and the range
-  float* moments = nullptr;     // [n, c] of (mean, variance)
-  float* range = nullptr;       // [n, c] of (least, largest) among the finite values
-  const float* table = nullptr; // [n, c] of (mean, rstd, weight, bias), which moments_table_cuda fills; null: no norm
-  ActChain act;                 // behind the norm
-  float* scale = nullptr;       // [c], of inputs
-  double* inverse = nullptr;    // [c], 1 / scale
-  void* half_x = nullptr;       // [n, s, c]
+  void* partials = nullptr;      // [n, slices, c] of a mean, squared deviations, a count and the range
+  float* moments = nullptr;      // [n, c] of (mean, variance)
+  float* range = nullptr;        // [n, c] of (least, largest) among the finite values
+  const float* table = nullptr;  // [n, c] of (mean, rstd, weight, bias), which moments_table_cuda fills; null: no norm
+  ActChain act;                  // behind the norm
+  float* scale = nullptr;        // [c], of inputs
+  double* inverse = nullptr;     // [c], 1 / scale
+  void* half_x = nullptr;        // [n, s, c]
   const float* weight = nullptr;
   int64_t w_stride_out = 0, w_stride_in = 0, w_stride_k[3] = {};
   int64_t c_out = 0, kernel[3] = {1, 1, 1};
