@@ -18,6 +18,7 @@
 #include "conv3d/choice/measured.h"
 #include "conv3d/implicit_gemm/plan.h"
 #include "conv3d/norm_conv/plan.h"
+#include "conv3d/norm_conv/scaled_half_params.h"
 #include "conv3d/shape.h"
 #include "conv3d/wgmma/position_rows/plan.h"
 #include "groupnorm/explain.h"
@@ -935,6 +936,18 @@ py::dict plan_norm_conv1x1(int64_t n, int c, int64_t s, int c_out, const std::st
   return out;
 }
 
+// The bound of act's values over [low, high] by which scaled fp16 scales; why there is none.
+py::dict scaled_half_bound(const std::string& act, float low, float high) {
+  const ActChain chain = parse_chain(act);
+  py::dict out;
+  if (const char* why = scaled_half_act_refusal(chain)) {
+    out["refusal"] = why;
+  } else {
+    out["largest"] = largest_magnitude(chain, low, high);
+  }
+  return out;
+}
+
 void bind_walks(py::module_& m) {
   m.attr("LSE_CHANNEL_STEPS") = kLseChannelSteps;
   m.attr("LSE_POSITION_STEPS") = kLsePositionSteps;
@@ -946,6 +959,7 @@ void bind_walks(py::module_& m) {
         py::arg("aligned") = true, py::arg("sm_count") = 132);
   m.def("plan_reduction", &plan_reduction, py::arg("outer"), py::arg("reduced"), py::arg("inner"),
         py::arg("sm_count") = 132);
+  m.def("scaled_half_bound", &scaled_half_bound, py::arg("act"), py::arg("low"), py::arg("high"));
   m.def("plan_norm_conv1x1", &plan_norm_conv1x1, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("c_out"),
         py::arg("dtype") = "float32", py::arg("sm_count") = 132);
 }

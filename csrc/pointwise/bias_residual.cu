@@ -69,8 +69,7 @@ Status launch(const BiasResidualParams& p, cudaStream_t stream) {
 
 template <typename T, Chain kAct, bool kScaled>
 Status launch_act(const BiasResidualParams& p, cudaStream_t stream) {
-  return p.residual != nullptr ? launch<T, true, kAct, kScaled>(p, stream)
-                               : launch<T, false, kAct, kScaled>(p, stream);
+  return p.residual != nullptr ? launch<T, true, kAct, kScaled>(p, stream) : launch<T, false, kAct, kScaled>(p, stream);
 }
 
 template <typename T, bool kScaled>

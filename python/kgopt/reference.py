@@ -190,29 +190,38 @@ def _half_above_zero(x: Tensor) -> Tensor:
     return torch.where((half == 0) & (x != 0), torch.copysign(torch.full_like(half, 2.0**-24), x.half()), half)
 
 
-def scaled_half_conv_ref(x: Tensor, weight: Tensor, *conv: Any) -> Tensor:
+def scaled_half_conv_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    divisor: float = 1.0,
+    act: str = "none",
+) -> Tensor:
     """:func:`conv_add_ref` of fp32 tensors as ``backend="kgopt:scaled_half"`` rounds it, exact otherwise.
 
     Powers of two bring every input channel below 2**4, and the weights of every output channel to a sum of magnitudes
     below 2**11: the fp16 result stays below 2**15.
     """
-    bias, residual, stride, padding, dilation, output_padding, *rest = conv
-    groups, transposed, divisor, act = (*rest, *(1, False, 1.0, "none")[len(rest) :])
-    x, weight = x.double(), weight.double()
-    inner = list(range(1, x.dim()))
+    dims = list(range(2, x.dim()))
+    ones = [1] * len(dims)
 
-    def finite(t: Tensor) -> Tensor:
+    def magnitudes(t: Tensor) -> Tensor:
         return torch.where(t.isfinite(), t.abs(), 0.0)
 
-    scale = _power_below(finite(x).amax([0, *inner[1:]]), 4).view(-1, *[1] * (x.dim() - 2))
+    x, weight = x.double(), weight.double()
+    scale = _power_below(magnitudes(x).amax([0, *dims]), 4).view(-1, *ones)
     weight = weight / scale
-    unit = _power_below(finite(weight).sum(inner), 11).view(-1, *[1] * (x.dim() - 2))
+    unit = _power_below(magnitudes(weight).sum([1, *dims]), 11).view(-1, *ones)
     half_x, half_weight = _half_above_zero(x * scale), _half_above_zero(weight * unit.unsqueeze(1))
-    geometry = stride, padding, dilation, transposed, output_padding, groups
+    geometry = stride, padding, dilation, False, [0] * len(dims), 1
     y = torch.convolution(half_x.double(), half_weight.double(), None, *geometry).half().double() / unit
-    y = y if bias is None else y + bias.double().view_as(unit)
-    y = activation_ref((y if residual is None else y + residual.double()) / divisor, act)
-    return y.float()
+    y = y if bias is None else y + bias.double().view(-1, *ones)
+    y = y if residual is None else y + residual.double()
+    return activation_ref(y / divisor, act).float()
 
 
 def group_norm_conv_moments_ref(*args: Any) -> tuple[Tensor, Tensor]:

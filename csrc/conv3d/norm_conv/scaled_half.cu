@@ -1,4 +1,4 @@
-// Inputs and weights of scaled_half.h: the range of every channel, the powers of two, and the rounding passes.
+// Inputs and weights of scaled_half_params.h: the range of every channel, the powers of two, and the rounding passes.
 #include "conv3d/norm_conv/scaled_half.h"
 
 #include "common/floor.cuh"
@@ -67,8 +67,8 @@ RangeSlices slices_of(const ScaledHalfParams& p) {
 }
 
 // A warp a channel of a sample. Means are merged relative to the first slice's, so that an offset is rounded once.
-__global__ void __launch_bounds__(128) channel_ranges_kernel(const __grid_constant__ ScaledHalfParams p,
-                                                             int64_t slices) {
+__global__ void __launch_bounds__(128)
+    channel_ranges_kernel(const __grid_constant__ ScaledHalfParams p, int64_t slices) {
   const int lane = threadIdx.x % 32;
   const int64_t channel = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   if (channel >= p.n * p.c) return;
@@ -147,6 +147,13 @@ __global__ void __launch_bounds__(256) scaled_weights_kernel(const __grid_consta
   }
 }
 
+// Where a chain cancels, its rounding errors may be all that there is, and not below the bound that another order of
+// operations gave.
+__device__ __forceinline__ float below_bound(float x) {
+  constexpr float kLargest = 1 << kScaledInputBits;
+  return is_finite(x) && fabsf(x) > kLargest ? copysignf(kLargest, x) : x;
+}
+
 // The norm and its activations, scaled and rounded.
 template <bool kNorm, Chain kAct>
 struct RoundScaled {
@@ -176,7 +183,10 @@ struct RoundScaled {
     for (int j = 0; j < kSize; ++j) y[j] = kNorm ? (x[j] - coef(j).mean) * coef(j).weight + coef(j).bias : x[j];
     if constexpr (kNorm) apply_chain<kAct, false>(floored(act), y);
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) y[j] = above_zero(y[j] * coef(j).scale);
+    for (int j = 0; j < kSize; ++j) {
+      const float scaled = y[j] * coef(j).scale;
+      y[j] = above_zero(kAct == Chain::kAny ? below_bound(scaled) : scaled);
+    }
   }
 };
 

@@ -1,0 +1,191 @@
+"""What kgopt.optimize makes of wide fp32 convolutions that are faster in scaled fp16."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kgopt
+from kgopt import accuracy
+from kgopt.rewrite import glue
+from kgopt.rewrite.glue import heads, kernels
+from tolerances import assert_as_good_as_torch, round_tf32
+
+C = 64
+
+
+class Block(nn.Module):
+    """x + conv2(act(norm2(conv1(act(norm1(x))))))."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.norm1, self.norm2, self.act = nn.GroupNorm(8, C), nn.GroupNorm(4, C), nn.SiLU()
+        self.conv1, self.conv2 = (nn.Conv2d(C, C, 3, padding=1, bias=bias) for _ in range(2))
+
+    def forward(self, x):
+        h = self.norm1(x)
+        h = self.act(h)
+        h = self.conv1(h)
+        h = self.norm2(h)
+        h = self.act(h)
+        h = self.conv2(h)
+        return x + h
+
+
+class Scaled(Block):
+    def forward(self, x):
+        h = self.conv1(self.act(self.norm1(x)))
+        return (x + self.conv2(self.act(self.norm2(h)))) / 2.0
+
+
+def sequential():
+    return nn.Sequential(nn.GroupNorm(8, C), nn.ReLU(), nn.Conv2d(C, C, 3, padding=1), nn.ELU(), nn.Conv2d(C, C, 1))
+
+
+# (model, convolutions that take the norm in front, that run alone, that have a residual or an activation)
+MODELS = {"block": (Block, 2, 0, 1), "in one expression": (Scaled, 0, 2, 1), "sequential": (sequential, 1, 1, 0)}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is done in scaled fp16: ("norm" or "conv", has it a residual)."""
+    seen = []
+    norm_conv, scaled = heads._group_norm_conv, kernels.scaled
+
+    def of_norm(*args, **options):
+        if options["backend"] == "kgopt:scaled_half":
+            seen.append(("norm", args[9] is not None))
+        return norm_conv(*args, **options)
+
+    def alone(*args):
+        seen.append(("conv", args[3] is not None))
+        return scaled(*args)
+
+    monkeypatch.setattr(heads, "_group_norm_conv", of_norm)
+    monkeypatch.setattr(kernels, "scaled", alone)
+    return seen
+
+
+def random_affine(model):
+    for module in model.modules():
+        if isinstance(module, nn.GroupNorm):
+            nn.init.normal_(module.weight, 1.0, 0.3)
+            nn.init.normal_(module.bias)
+    return model
+
+
+def made_scaled(original, x):
+    """A copy whose convolutions all have measured scaled fp16 as the faster way."""
+    model = kgopt.optimize(copy.deepcopy(original), measure=False, channels_last=True)
+    with torch.no_grad():
+        glue.find(model, lambda: model(x), lambda path: "", always=True)
+    for module in model.modules():
+        state = glue.state_of(module) if isinstance(module, nn.Conv2d) else None
+        if state is not None:
+            state.faster = dict.fromkeys(state.faster, "scaled")
+            state.always = dict.fromkeys(state.always, "scaled")
+            state.plans.clear()
+    return model
+
+
+def assert_right(y, original, x):
+    exact = copy.deepcopy(original).double()(x.double())
+    rounded = copy.deepcopy(original).double()
+    for module in rounded.modules():
+        if isinstance(module, nn.Conv2d):
+            module.weight.data = round_tf32(module.weight.data)
+            module.register_forward_pre_hook(lambda module, inputs: (round_tf32(inputs[0]),))
+    assert_as_good_as_torch(y, original(x), exact, rounded(x.double()).float())
+
+
+def drawn(device):
+    return torch.randn(2, C, 12, 10, device=device).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_takes_the_norm_in_front_and_the_sum_behind(name, device, calls, poisoned):
+    torch.manual_seed(0)
+    make, of_norms, alone, residuals = MODELS[name]
+    original, x = random_affine(make()).to(device).eval(), drawn(device)
+    model = made_scaled(original, x)
+    calls.clear()
+    with torch.no_grad():
+        assert_right(model(x), original, x)
+        assert sum(kind == "norm" for kind, _ in calls) == of_norms
+        assert sum(kind == "conv" for kind, _ in calls) == alone
+        assert sum(residual for _, residual in calls) == residuals
+        for parameter in model.parameters():  # in place: followed
+            parameter.mul_(3)
+        for parameter in original.parameters():
+            parameter.mul_(3)
+        assert_right(model(x), original, x)
+    calls.clear()
+    model(x).sum().backward()  # with gradients the modules run
+    assert not calls
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_inference_has_it(name, device, calls):
+    torch.manual_seed(0)
+    make, of_norms, alone, _ = MODELS[name]
+    original, x = random_affine(make()).to(device).eval(), drawn(device)
+    model, graphs = made_scaled(original, x), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        assert_right(torch.compile(model, backend=backend, fullgraph=True)(x), original, x)
+    nodes = [n for n in graphs[0].graph.nodes if n.kwargs.get("backend") == "kgopt:scaled_half"]
+    assert sum(n.args[2] > 0 for n in nodes) == of_norms
+    assert sum(n.args[2] == 0 for n in nodes) == alone
+
+
+def test_hooks_see_what_the_code_gives_them(device, calls):
+    torch.manual_seed(0)
+    original, x = random_affine(Block()).to(device).eval(), drawn(device)
+    model = made_scaled(original, x)
+    with torch.no_grad():
+        for module in (model.norm2, model.act, model.conv2):
+            calls.clear()
+            seen = []
+            handle = module.register_forward_hook(lambda module, inputs, y, seen=seen: seen.append(y))
+            assert_right(model(x), original, x)
+            assert len(seen) == (2 if module is model.act else 1)
+            assert all(type(y) is torch.Tensor for y in seen)
+            handle.remove()
+
+
+def test_which_convolutions_may_be_faster_so(monkeypatch):
+    def options(x, weight, **more):
+        call = glue.recognize(F.conv2d, (x, weight, None, 1, 1), more)
+        return () if call is None else call.options
+
+    x, weight = drawn("cpu"), torch.randn(C, C, 3, 3)
+    assert options(x, weight) == ()  # no TF32 on the CPU
+    monkeypatch.setattr(accuracy, "may_take_tf32", lambda x: x.dtype is torch.float32)
+    assert options(x, weight) == ("scaled",)
+    assert options(x.contiguous(), weight) == ()
+    assert options(x, weight[:32]) == ()
+    assert options(x[:, :32].contiguous(memory_format=torch.channels_last), weight[:, :32]) == ()
+    assert options(x, weight[:, :16], groups=4) == ()
+    assert options(x.double(), weight.double()) == ()
+
+
+@pytest.mark.gpu
+def test_the_measurement_takes_it_where_it_is_faster(monkeypatch):
+    """The larger side of what it is for: 512 channels of an image, where fp16 takes half of TF32's time."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU with the rates of Hopper")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    conv = nn.Conv2d(512, 512, 3, padding=1).cuda().eval().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 512, 192, 192, device="cuda").contiguous(memory_format=torch.channels_last)
+    model = kgopt.optimize(nn.Sequential(nn.GroupNorm(32, 512).cuda(), conv), measure=False, channels_last=True)
+    with torch.no_grad():
+        glue.find(model, lambda: model(x), lambda path: "")
+    assert set(glue.state_of(model[1]).faster.values()) == {"scaled"}
