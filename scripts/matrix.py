@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # 2.11 refuses and computes what neither its predecessor nor its successors do.
 DEFAULT_ENTRIES = "3.10=2.10.0 3.13=latest 3.11=2.13.0+cpu 3.12=2.11.0"
 FACTS = "import sys, torch, kgopt; print(sys.version.split()[0], torch.__version__, torch.ops.kgopt.build_info())"
-TEST_REQUIREMENTS = ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6", "numpy", "setuptools"]
+TEST_REQUIREMENTS = ["pytest>=9", "pytest-xdist>=3.5", "hypothesis>=6", "numpy", "setuptools"]
 
 
 class StepError(Exception):

@@ -15,6 +15,12 @@ os.environ["KGOPT_VERDICTS"] = "0"  # what somebody measured before is no part o
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # docs/fuzz.md says what oneDNN does in bf16 otherwise
 
 
+def pytest_addoption(parser):
+    """pytest 8 says where a test hangs, but does not end it; it would refuse the configuration."""
+    if pytest.version_tuple < (9,):
+        parser.addini("faulthandler_exit_on_timeout", "of pytest 9", type="bool")
+
+
 def pytest_configure(config):
     """Processes that test side by side share the cores: with a thread each for every core they would all wait."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

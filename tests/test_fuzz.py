@@ -160,6 +160,33 @@ def test_verdict_allows_twice_pytorchs_error_and_no_more():
     assert "wrong values" in verdict(judged([1.0, 1.0, 1.0, 1.0003], [1.0, 1.0, 1.0, 1.0001], exact), list)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_nan_where_a_transposed_convolution_meets_zeros(groups, monkeypatch):
+    """A kernel that collects what an output gets multiplies a NaN at a tap beyond x by zero: no fault, but in its
+    channel alone."""
+    lies, everywhere = {"dtype": "float32", "layout": "contiguous"}, []
+
+    def collects(x, weight, bias, stride, padding, output_padding, groups, dilation):
+        parts = weight.flip(2, 3).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+        y = torch.nn.functional.conv2d(torch.nn.functional.pad(x, (2, 2, 2, 2)), parts, bias, groups=groups)
+        return y.fill_(math.nan) if everywhere else y
+
+    monkeypatch.setattr("kgopt.functional.conv_transpose2d", collects)
+    case = {
+        **{"kind": "ops", "op": "conv_transpose2d", "via": "functional", "dtype": "float32", "seed": 3, "grad": []},
+        "tensors": {
+            "x": {"shape": [2, 4, 5, 6], "values": "normal", **lies},
+            "weight": {"shape": [4, 6 // groups, 3, 3], "values": "nan", **lies},
+        },
+        "args": {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": groups, "output_padding": [0, 0]},
+        **{"dy": {"values": "normal", "layout": "contiguous"}, "tf32": False, "autocast": None, "bad": None},
+        **{"deterministic": False, "poison": False},
+    }
+    assert OPS.check(case, "cpu") is None
+    everywhere.append("also in other channels")
+    assert OPS.check(case, "cpu").startswith("special values")
+
+
 def test_noise_knows_what_cancels():
     """Of a group of two values hardly anything is left of dx: noise says how much rounding leaves, float64 does not."""
     x = torch.tensor([[[1.0, 2.0]]], dtype=torch.float64, requires_grad=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 
 from kgopt.fuzz import grammar, writer
+from kgopt.fuzz.comparison import Comparison, DifferenceError
 from kgopt.fuzz.networks import NetworksKind
 from kgopt.fuzz.pool import Settings
+from kgopt.fuzz.recording import Seen
 from kgopt.fuzz.search import search, shrink
 from kgopt.fuzz.worker import draw_case
 
@@ -129,6 +132,25 @@ def test_a_planted_fault_is_found_and_shrunk(monkeypatch):
     modules = [m for m in build(smallest).modules() if not m._modules]
     assert any(isinstance(m, (nn.GroupNorm, nn.InstanceNorm2d, nn.InstanceNorm3d)) for m in modules)
     assert len(modules) <= 3, source
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_says_nothing_of_another(value):
+    """Of the largest gradient the rounding of one that cancels is allowed: NaN allowed nothing, infinity all."""
+    case = drawn(3) | {"dtype": "float16", "how": "eager", "tf32": False}
+
+    def seen(dx, dtype=torch.float16):
+        one = Seen()
+        one.tensors = {"dx": torch.tensor([1.0, dx], dtype=dtype), "gradient of a": torch.tensor([value], dtype=dtype)}
+        one.random = torch.get_rng_state()
+        return one
+
+    comparison = Comparison(case, "cpu", nn.Identity())
+    comparison._exact = [seen(2.0, torch.float64)]
+    comparison._noisy = [[seen(2.0 + off, torch.float64)] for off in (1e-4, -2e-4, 3e-4)]
+    comparison.compare(0, seen(2.001), seen(2.002))
+    with pytest.raises(DifferenceError, match="wrong values: dx"):
+        comparison.compare(0, seen(2.5), seen(2.002))
 
 
 @pytest.mark.parametrize("seed", [0, 3, 8, 13])

@@ -223,6 +223,8 @@ struct ColumnBlock {
     return v;
   }
 
+  // Whether moments go to the shared memory of the team's blocks, which are a cluster: all of its slab lies in slots.
+  __device__ __forceinline__ bool sends() const { return kHeld == 0 && !p.words && d.blocks > 1; }
   // Values of a group that a block of the team has.
   __device__ __forceinline__ float count_of(uint32_t block) const {
     return block < d.full_blocks ? d.full_count : block == d.full_blocks ? d.rest_count : 0.f;
@@ -273,12 +275,12 @@ struct ColumnBlock {
       const float mean = total == 0.f ? 0.f : origin + to_mean, m2 = total == 0.f || rest < 0.f ? 0.f : rest;
       if (p.words) {
         if (member == 0) store_relaxed(p.words + (group0 + g) * d.blocks + rank, pack_word(mean, m2));
-      } else if (d.blocks == 1) {
-        if (member == 0) tables.messages[g] = make_float4(mean, m2, 0.f, 0.f);
-      } else {
+      } else if (sends()) {
         for (uint32_t to = member; to < d.blocks; to += lanes) {
           cluster_send(make_float4(mean, m2, 0.f, 0.f), tables.messages + rank * d.groups + g, exchanged, to);
         }
+      } else if (member == 0) {
+        tables.messages[g] = make_float4(mean, m2, 0.f, 0.f);
       }
     }
     if (p.words && thread == 0) atomicAdd(told_of(u), 1);  // one of a block: more would queue
@@ -295,10 +297,11 @@ struct ColumnBlock {
     if (p.words) {
       if (thread == 0) await_told(told_of(u), d.blocks);
       __syncthreads();
-    } else if (d.blocks == 1) {
-      __syncthreads();
-    } else {
+    } else if (sends()) {
       cluster_barrier_wait(exchanged, 0);
+      __syncwarp();
+    } else {
+      __syncthreads();
     }
     const uint32_t words = d.full_blocks > member ? ((d.full_blocks - member - 1) >> d.team_lanes_log2) + 1 : 0;
     const bool has_rest = d.rest_count > 0 && member == 0;
@@ -416,6 +419,7 @@ struct ColumnBlock {
   __device__ __forceinline__ void finish_sums(const Sums& s, uint32_t u) const {
     write_entries(s, tables.entries, true);
     __syncthreads();
+    if (sends()) cluster_wait();  // the others' barriers are ready; a cluster has one slab
     publish(u, tables.entries, tid, blockDim.x);
     __syncwarp();
   }
@@ -543,16 +547,15 @@ __global__ void __launch_bounds__(kColumnMaxThreads, 1)
   t.affines = t.stats + 2 * d.groups;
   t.counts = reinterpret_cast<float*>(t.affines + 2 * d.affines);
   ColumnBlock<Traits> block(p, memory, t, &exchanged, threadIdx.x);
-  if (!p.words && d.blocks > 1) {
+  if (block.sends()) {
     if (threadIdx.x == 0) {
       barrier_init(&exchanged, 1);
       barrier_init_fence();
     }
-    __syncthreads();
+    __syncwarp();  // the compiler initializes it by the whole warp
     if (threadIdx.x == 0) barrier_expect_bytes(&exchanged, d.blocks * d.groups * sizeof(float4));
     __syncthreads();
     cluster_arrive();
-    cluster_wait();
   }
   block.run();
 #endif

@@ -91,7 +91,8 @@ class Comparison:
         if not torch.equal(ours.random, theirs.random):  # type: ignore[arg-type]
             raise DifferenceError(f"other random numbers were drawn: {where}")
         gradients = [t for k, t in theirs.tensors.items() if k == "dx" or k.startswith("gradient")]
-        largest = max((float(t.abs().max()) for t in gradients if t.numel()), default=0.0)
+        # Of the finite ones: a NaN would allow nothing, an infinity everything.
+        largest = max((float(t.nan_to_num(0, 0, 0).abs().max()) for t in gradients if t.numel()), default=0.0)
         for name, t in theirs.tensors.items():
             # The gradients that come in are of size 1: what cancels leaves their rounding (a bias ahead of a norm).
             floor = max(self.share * largest, 0.1) if name == "dx" or name.startswith("gradient") else 0.0
