@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kgopt._layout import format_of, is_dense_channels_last
+from kgopt._layout import format_of, is_channels_last, memory_format
 from kgopt.rewrite import originals, watching
+from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue.calls import CATS, FUNCTIONS, PAD, geometry_of
 from kgopt.rewrite.glue.kernels import cat_channels_last
 from kgopt.rewrite.meanings import conv_of
@@ -72,9 +73,9 @@ class Pads:
         """``function(x, ...)``, a padding or a join, or its value for later; x may be one that waits."""
         return postponed(function, x, *args, **kwargs)
 
-    def through(self, conv: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """``conv(value, ...)``."""
-        return through(conv, value, *args, **kwargs)
+    def through(self, owner: Any, conv: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """``conv(value, ...)`` in a method of ``owner``."""
+        return through(owner, conv, value, *args, **kwargs)
 
     def now(self, value: Any) -> Any:
         """The value, for code that is no such convolution."""
@@ -168,18 +169,19 @@ def _of_pad(x: Any, pad: Any, mode: Any = "constant", value: Any = None) -> _Fou
 
 def _of_cat(tensors: Any, dim: Any = 0, axis: Any = None) -> _Found | None:
     dim = dim if axis is None else axis
-    if not isinstance(tensors, (tuple, list)) or not tensors or dim not in (_TIME, _TIME - 5):
+    if not isinstance(tensors, (tuple, list)) or dim not in (_TIME, _TIME - 5):
+        return None
+    if not tensors or not all(isinstance(t, Tensor) and t.dim() == 5 for t in tensors):
         return None
     first = tensors[0]
-    if not all(_is_plain(t) and t.dim() == 5 for t in tensors):
-        return None
 
     def rest(t: Tensor) -> Any:
         return t.dtype, t.device, t.shape[:_TIME], t.shape[_TIME + 1 :]
 
     if not all(rest(t) == rest(first) for t in tensors):
         return None
-    return tensors, (0, 0, 0), (0, 0, 0)
+    parts = [t for t in tensors if t.shape[_TIME]]
+    return (parts, (0, 0, 0), (0, 0, 0)) if parts and all(map(_is_plain, parts)) else None
 
 
 def _of_module(module: Any, x: Any) -> _Found | None:
@@ -205,8 +207,11 @@ class _Conv:
     groups: int
 
 
-def through(conv: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """``conv(value, ...)``, where value may be one that waits: then as a convolution that pads by itself."""
+def through(owner: Any, conv: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """``conv(value, ...)``, where value may be one that waits: then as a convolution that pads by itself.
+
+    ``owner``: the module whose code calls it.
+    """
     if type(value) is not Padded:
         return conv(value, *args, **kwargs)
     made = None
@@ -216,8 +221,8 @@ def through(conv: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         return conv(value.value(), *args, **kwargs)
     given, rest = made
     if rest is None:  # as it is: whatever else the module does
-        return conv(_joined(value.parts), *args, **kwargs)
-    return _convolve(rest, given)
+        return conv(_joined(given, keeps(owner)), *args, **kwargs)
+    return _convolve(rest, given, keeps(owner))
 
 
 def _made_conv(
@@ -317,11 +322,11 @@ def _shortened(conv: _Conv, length: int) -> _Conv:
     return replace(conv, weight=weight, before=(before, *conv.before[1:]), after=(after, *conv.after[1:]))
 
 
-def _convolve(conv: _Conv, parts: Sequence[Tensor]) -> Tensor:
+def _convolve(conv: _Conv, parts: Sequence[Tensor], keeps_last: bool) -> Tensor:
     own = tuple(map(min, conv.before, conv.after))
     before = [b - p for b, p in zip(conv.before, own, strict=True)]
     after = [a - p for a, p in zip(conv.after, own, strict=True)]
-    x = _joined(parts, before, after)
+    x = _joined(parts, keeps_last, before, after)
     rest = conv.stride, own, conv.dilation
     if x.dim() == 5 and x.shape[_TIME] == conv.weight.shape[2] == 1 and not own[0]:
         # One frame: an image, for which libraries have faster kernels.
@@ -332,18 +337,23 @@ def _convolve(conv: _Conv, parts: Sequence[Tensor]) -> Tensor:
     return y
 
 
-def _joined(parts: Sequence[Tensor], before: Sequence[int] = (), after: Sequence[int] = ()) -> Tensor:
-    """The parts with zeros around them, in the format of most; one pass where zeros are along the first dim alone."""
-    most = max(parts, key=Tensor.numel)
+def _joined(parts: Sequence[Tensor], keeps_last: bool, before: Sequence[int] = (), after: Sequence[int] = ()) -> Tensor:
+    """The parts with zeros around them, in one pass where these are along the first dim alone.
+
+    In channels_last where all parts are, as PyTorch's; with ``keeps_last`` where one is.
+    """
     if any(before[1:]) or any(after[1:]):
         pad = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
-        return F.pad(_joined(parts), pad)
-    pieces = [_zeros(most, n) for n in before[:1] if n] + list(parts) + [_zeros(most, n) for n in after[:1] if n]
+        return F.pad(_joined(parts, keeps_last), pad)
+    is_last = (any if keeps_last else all)(map(is_channels_last, parts))
+    front, behind = ([_zeros(parts[0], n, is_last)] if n else [] for n in (sum(before[:1]), sum(after[:1])))
+    pieces = [*front, *parts, *behind]
     if len(pieces) == 1:
         return pieces[0]
-    return cat_channels_last(pieces, _TIME) if is_dense_channels_last(most) else torch.cat(pieces, _TIME)
+    return cat_channels_last(pieces, _TIME) if is_last else torch.cat(pieces, _TIME)
 
 
-def _zeros(like: Tensor, count: int) -> Tensor:
+def _zeros(like: Tensor, count: int, is_last: bool) -> Tensor:
     sizes = (*like.shape[:_TIME], count, *like.shape[_TIME + 1 :])
-    return torch.empty(sizes, dtype=like.dtype, device=like.device, memory_format=format_of(like)).zero_()
+    form = memory_format(like.dim(), is_last)
+    return torch.empty(sizes, dtype=like.dtype, device=like.device, memory_format=form).zero_()

@@ -83,6 +83,10 @@ class Paddings(Waiting):
         function = self.method.function(e.func)
         return any(function is f for f in _FUNCTIONS)
 
+    def before_conv(self) -> list[ast.expr]:
+        """The module, which knows the format that it runs in."""
+        return [ast.Name(self.method.self_name, ast.Load())]
+
     def _is_super(self, e: ast.expr) -> bool:
         return isinstance(e, ast.Call) and not e.args and self.method.function(e.func) is super
 

@@ -47,6 +47,10 @@ class Waiting(ABC):
         """What a call reads that is given the value as it is, if there is such a call."""
         return None
 
+    def before_conv(self) -> list[ast.expr]:
+        """What the site is told in front of the convolution."""
+        return []
+
     def run(self) -> None:
         """Writes them. What else is written into a method stands there already."""
         body = self.method.tree.body
@@ -87,7 +91,7 @@ class Waiting(ABC):
         return made
 
     def _through(self, call: ast.Call, value: ast.expr) -> ast.Call:
-        made = call_of(self.name, "through", [call.func, value, *call.args[1:]], call)
+        made = call_of(self.name, "through", [*self.before_conv(), call.func, value, *call.args[1:]], call)
         made.keywords = copy.deepcopy(call.keywords)
         return made
 
