@@ -328,7 +328,9 @@ def _convolve(conv: _Conv, parts: Sequence[Tensor], keeps_last: bool) -> Tensor:
     after = [a - p for a, p in zip(conv.after, own, strict=True)]
     x = _joined(parts, keeps_last, before, after)
     rest = conv.stride, own, conv.dilation
-    if x.dim() == 5 and x.shape[_TIME] == conv.weight.shape[2] == 1 and not own[0]:
+    # On the CPU the two dims' convolutions differ in the formats of their results.
+    keeps_format = x.is_cuda or (x.is_contiguous() and conv.weight.is_contiguous())
+    if x.dim() == 5 and x.shape[_TIME] == conv.weight.shape[2] == 1 and not own[0] and keeps_format:
         # One frame: an image, for which libraries have faster kernels.
         stride, zeros, dilation = (n[1:] for n in rest)
         image, weight = x.squeeze(2), conv.weight.squeeze(2)
