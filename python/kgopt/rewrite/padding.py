@@ -10,10 +10,10 @@ one along time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from kgopt.rewrite.watching import any_global_hooks
 
 _pads_as_is = originals.untouched(*originals.of_function(PAD))
 _TIME = 2  # the dim of a video [N, C, T, H, W] along which frames are joined
+_JOINS = frozenset(CATS) & FUNCTIONS
 _CONV_FUNCTIONS: dict[int, Any] = {2: torch.conv2d, 3: torch.conv3d}
 _FORWARDS = {cls.forward: cls for cls in (nn.Conv2d, nn.Conv3d)}
 _CONV_FORWARDS = {cls._conv_forward: cls for cls in (nn.Conv2d, nn.Conv3d)}
@@ -42,21 +43,22 @@ _CONV_FORWARDS = {cls._conv_forward: cls for cls in (nn.Conv2d, nn.Conv3d)}
 class Padded:
     """Tensors one after the other along the first spatial dim, with zeros around them, for later."""
 
-    __slots__ = ("after", "before", "compute", "made", "parts")
+    __slots__ = ("after", "before", "call", "made", "parts")
 
     def __init__(
-        self, parts: Sequence[Tensor], before: Sequence[int], after: Sequence[int], compute: Callable[[], Tensor]
+        self, parts: Sequence[Tensor], before: tuple[int, ...], after: tuple[int, ...], call: tuple[Any, Any, Any]
     ) -> None:
-        self.parts = tuple(parts)
-        self.before = tuple(before)  # zeros of each spatial dim, in front
-        self.after = tuple(after)
-        self.compute = compute  # the calls that stand in the code
+        self.parts = parts
+        self.before = before  # zeros of each spatial dim, in front
+        self.after = after
+        self.call = call  # that stands in the code: a function, its arguments and keywords
         self.made: Tensor | None = None
 
     def value(self) -> Tensor:
         """The tensor: the same one whenever it is asked for."""
         if self.made is None:
-            self.made = self.compute()
+            function, (x, *args), kwargs = self.call
+            self.made = function(_now(x), *args, **kwargs)
         return self.made
 
 
@@ -110,12 +112,13 @@ def as_it_stands() -> Iterator[None]:
 
 def postponed(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """``function(x, ...)``, or, of zero padding and of frames in front of others in inference, its value for later."""
-    if not _may_wait():
+    waits = type(x) is Padded and x.made is None
+    if not waits and not _may_wait():
         return function(_now(x), *args, **kwargs)
     try:
-        if function is PAD and function in FUNCTIONS:
+        if function is PAD:
             found = _of_pad(x, *args, **kwargs) if _pads_as_is() else None
-        elif function in CATS and function in FUNCTIONS:
+        elif function in _JOINS:
             found = _of_cat(x, *args, **kwargs)
         else:
             found = _of_module(function, x, *args, **kwargs)
@@ -124,10 +127,9 @@ def postponed(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if found is None:
         return function(_now(x), *args, **kwargs)
     # Lists of the caller's may be changed until it is computed.
-    args = tuple(tuple(a) if type(a) is list else a for a in args)
+    given = [tuple(a) if type(a) is list else a for a in (x, *args)]
     kwargs = {name: tuple(a) if type(a) is list else a for name, a in kwargs.items()}
-    x = tuple(x) if type(x) is list else x
-    return Padded(*found, lambda: function(_now(x), *args, **kwargs))
+    return Padded(*found, (function, given, kwargs))
 
 
 def _may_wait() -> bool:
@@ -142,46 +144,53 @@ def _is_plain(x: Any) -> bool:
     return x.numel() > 0 and not watching.is_autocast(x)
 
 
-_Found = tuple[Sequence[Tensor], Sequence[int], Sequence[int]]
+_Found = tuple[Sequence[Tensor], tuple[int, ...], tuple[int, ...]]
+_NO_ZEROS = (0, 0, 0)
 
 
 def _of_pad(x: Any, pad: Any, mode: Any = "constant", value: Any = None) -> _Found | None:
-    waits = type(x) is Padded and x.made is None
+    waits = type(x) is Padded
     parts = x.parts if waits else (x,)
-    if not isinstance(pad, (tuple, list)) or not all(type(p) is int and p >= 0 for p in pad) or len(pad) % 2:
+    if not isinstance(pad, (tuple, list)) or not (waits or _is_plain(x)) or {*map(type, pad)} != {int}:
         return None
-    if not _is_plain(parts[0]) or len(pad) > 2 * (parts[0].dim() - 2):
+    ends = _ends(tuple(pad), parts[0].dim() - 2)
+    if ends is None:
         return None
-    pad = [*pad, *(0,) * (2 * (parts[0].dim() - 2) - len(pad))]
-    before, after = pad[-2::-2], pad[::-2]
-    if mode == "replicate" and x is parts[0] and x.dim() == 5 and any(pad) and not any(before[1:] + after[1:]):
+    before, after = ends
+    if mode == "replicate" and not waits and len(before) == 3 and not any(before[1:] + after[1:]):
         first, last = (x.narrow(_TIME, at, 1) for at in (0, x.shape[_TIME] - 1))
-        repeated = [t.expand(-1, -1, n, -1, -1) for t, n in ((first, before[0]), (last, after[0])) if n]
-        parts = [*repeated[:1], x, *repeated[1:]] if before[0] else [x, *repeated]
-        return parts, (0, 0, 0), (0, 0, 0)
+        front, behind = ([t.expand(-1, -1, n, -1, -1)] if n else [] for t, n in ((first, before[0]), (last, after[0])))
+        return [*front, x, *behind], _NO_ZEROS, _NO_ZEROS
     if mode != "constant" or not (value is None or value == 0):
         return None
-    if waits:
-        before = [a + b for a, b in zip(before, x.before, strict=True)]
-        after = [a + b for a, b in zip(after, x.after, strict=True)]
+    if waits and (any(x.before) or any(x.after)):
+        before, after = (tuple(map(sum, zip(*n, strict=True))) for n in ((before, x.before), (after, x.after)))
     return parts, before, after
+
+
+@functools.lru_cache(maxsize=1024)
+def _ends(pad: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """What ``F.pad`` puts in front of each spatial dim and behind it; None where it does something else."""
+    if len(pad) % 2 or len(pad) > 2 * rank or min(pad) < 0:
+        return None
+    whole = (*pad, *(0,) * (2 * rank - len(pad)))
+    return whole[-2::-2], whole[::-2]
 
 
 def _of_cat(tensors: Any, dim: Any = 0, axis: Any = None) -> _Found | None:
     dim = dim if axis is None else axis
-    if not isinstance(tensors, (tuple, list)) or dim not in (_TIME, _TIME - 5):
+    if not isinstance(tensors, (tuple, list)) or not tensors or dim not in (_TIME, _TIME - 5):
         return None
-    if not tensors or not all(isinstance(t, Tensor) and t.dim() == 5 for t in tensors):
-        return None
-    first = tensors[0]
-
-    def rest(t: Tensor) -> Any:
-        return t.dtype, t.device, t.shape[:_TIME], t.shape[_TIME + 1 :]
-
-    if not all(rest(t) == rest(first) for t in tensors):
-        return None
-    parts = [t for t in tensors if t.shape[_TIME]]
-    return (parts, (0, 0, 0), (0, 0, 0)) if parts and all(map(_is_plain, parts)) else None
+    parts, kinds = [], set()
+    for t in tensors:
+        if not isinstance(t, Tensor) or t.dim() != 5:
+            return None
+        if t.shape[_TIME]:
+            if not _is_plain(t):
+                return None
+            parts.append(t)
+        kinds.add((t.dtype, t.device, t.shape[:_TIME], t.shape[_TIME + 1 :]))
+    return (parts, _NO_ZEROS, _NO_ZEROS) if parts and len(kinds) == 1 else None
 
 
 def _of_module(module: Any, x: Any) -> _Found | None:
@@ -194,17 +203,25 @@ def _of_module(module: Any, x: Any) -> _Found | None:
 # The convolution that reads it
 
 
-@dataclass(frozen=True)
-class _Conv:
+class _Conv(NamedTuple):
     """A convolution with all that it is given but its input."""
 
-    weight: Tensor
-    bias: Tensor | None
+    weight: Any
+    bias: Any
     stride: tuple[int, ...]
-    before: tuple[int, ...]  # zeros of each dim that it puts in front, its own and others'
-    after: tuple[int, ...]
+    padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+
+
+class _Way(NamedTuple):
+    """How it reads a value that waits."""
+
+    padding: tuple[int, ...]  # its own
+    before: tuple[int, ...]  # zeros that are left to be made
+    after: tuple[int, ...]
+    first: int  # tap along the first dim, and how many
+    taps: int
 
 
 def through(owner: Any, conv: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,42 +231,16 @@ def through(owner: Any, conv: Any, value: Any, *args: Any, **kwargs: Any) -> Any
     """
     if type(value) is not Padded:
         return conv(value, *args, **kwargs)
-    made = None
-    if value.made is None and _may_wait():
-        made = _made_conv(conv, value, args, kwargs)
-    if made is None:
+    own = None if value.made is not None else _read(conv, value.parts[0], args, kwargs)
+    if own is None or not _suits(own, value.parts[0]):
         return conv(value.value(), *args, **kwargs)
-    given, rest = made
-    if rest is None:  # as it is: whatever else the module does
-        return conv(_joined(given, keeps(owner)), *args, **kwargs)
-    return _convolve(rest, given, keeps(owner))
-
-
-def _made_conv(
-    conv: Any, value: Padded, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Sequence[Tensor], _Conv | None] | None:
-    """What the convolution is to compute, of which tensors; None for it: the same as ever."""
-    own = _read(conv, value.parts[0], args, kwargs)
-    if own is None:
-        return None
-    weight, x = own.weight, value.parts[0]
-    tensors = [weight] if own.bias is None else [weight, own.bias]
-    if any(type(t) not in (Tensor, nn.Parameter) or t.dtype is not x.dtype or t.device != x.device for t in tensors):
-        return None
-    if weight.dim() != x.dim() or len(own.stride) != x.dim() - 2:
-        return None
-    if min(own.before, default=0) < 0 or min(*own.stride, *own.dilation) < 1:
-        return None
-    if not any(value.before) and not any(value.after):
-        return value.parts, None
-    before = tuple(a + b for a, b in zip(own.before, value.before, strict=True))
-    after = tuple(a + b for a, b in zip(own.after, value.after, strict=True))
-    whole = replace(own, before=before, after=after)
-    lengths = [sum(t.shape[_TIME] for t in value.parts), *x.shape[3:]]
-    spans = [d * (k - 1) + 1 for d, k in zip(own.dilation, weight.shape[2:], strict=True)]
-    if any(n + b + a < s for n, b, a, s in zip(lengths, before, after, spans, strict=True)):
-        return None  # PyTorch refuses it
-    return value.parts, _shortened(whole, lengths[0])
+    if not any(value.before) and not any(value.after):  # as it is: whatever else the module does
+        return conv(_joined(value.parts, keeps(owner)), *args, **kwargs)
+    lengths = (sum([t.shape[_TIME] for t in value.parts]), *value.parts[0].shape[3:])
+    way = _way(lengths, value.before, value.after, tuple(own.weight.shape[2:]), *own[2:5])
+    if way is None:  # PyTorch refuses it
+        return conv(value.value(), *args, **kwargs)
+    return _convolve(own, way, _joined(value.parts, keeps(owner), way.before, way.after))
 
 
 def _read(conv: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Conv | None:
@@ -258,27 +249,26 @@ def _read(conv: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if function is None and isinstance(conv, nn.Module):
         if args or kwargs or conv_of(conv) not in ("conv2d", "conv3d") or any_global_hooks() or not is_as_is(conv):
             return None
-        return _of_module_conv(conv, conv.weight, conv.bias)
+        return _of_conv(conv, conv.weight, conv.bias)
     if function is not None:
         module, cls = conv.__self__, _FORWARDS.get(function)
         if cls is not None and not args and not kwargs and isinstance(module, cls):
-            if not originals.AS_INSIDE[cls]() or not _has_own_way(module, cls):
-                return None
-            return _of_module_conv(module, module.weight, module.bias)
+            is_as_ever = originals.AS_INSIDE[cls]() and _has_own_way(module, cls)
+            return _of_conv(module, module.weight, module.bias) if is_as_ever else None
         cls = _CONV_FORWARDS.get(function)
         if cls is not None and len(args) == 2 and not kwargs and originals.AS_INSIDE[cls]():
-            return _of_module_conv(module, *args)
+            return _of_conv(module, *args)
         return None
-    if conv in _CONV_FUNCTIONS.values() and conv in FUNCTIONS:
-        try:
-            found = geometry_of(conv, (x, *args), kwargs)
-        except TypeError:
-            return None
-        if found is None:
-            return None
-        (_, weight, bias), (_, _, stride, padding, dilation, _, groups) = found
-        return _Conv(weight, bias, stride, padding, padding, dilation, groups)
-    return None
+    if conv not in _CONV_FUNCTIONS.values() or conv not in FUNCTIONS:
+        return None
+    try:
+        found = geometry_of(conv, (x, *args), kwargs)
+    except TypeError:  # arguments that it does not have
+        return None
+    if found is None:
+        return None
+    (_, weight, bias), (_, _, stride, own, dilation, _, groups) = found
+    return _Conv(weight, bias, stride, own, dilation, groups)
 
 
 def _has_own_way(module: nn.Module, cls: Any) -> bool:
@@ -286,12 +276,46 @@ def _has_own_way(module: nn.Module, cls: Any) -> bool:
     return "_conv_forward" not in module.__dict__ and getattr(type(module), "_conv_forward", None) is cls._conv_forward
 
 
-def _of_module_conv(module: Any, weight: Any, bias: Any) -> _Conv | None:
-    lists = module.stride, module.padding, module.dilation
-    if module.padding_mode != "zeros" or not all(type(n) is tuple and all(type(v) is int for v in n) for n in lists):
+def _of_conv(module: Any, weight: Any, bias: Any) -> _Conv | None:
+    stride, own, dilation = module.stride, module.padding, module.dilation
+    if module.padding_mode != "zeros" or not type(stride) is type(own) is type(dilation) is tuple:
         return None
-    stride, padding, dilation = lists
-    return _Conv(weight, bias, stride, padding, padding, dilation, module.groups)
+    return _Conv(weight, bias, stride, own, dilation, module.groups)
+
+
+def _suits(conv: _Conv, x: Tensor) -> bool:
+    """Whether its parameters are plain tensors of x's kind, and it is one of x's dims."""
+    for t in (conv.weight,) if conv.bias is None else (conv.weight, conv.bias):
+        if type(t) not in (Tensor, nn.Parameter) or t.dtype is not x.dtype or t.device != x.device:
+            return False
+    rank = x.dim() - 2
+    return conv.weight.dim() == x.dim() and len(conv.stride) == len(conv.padding) == len(conv.dilation) == rank
+
+
+@functools.lru_cache(maxsize=4096)
+def _way(
+    lengths: tuple[int, ...],
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> _Way | None:
+    """Of the sizes, zeros around them and a convolution; None where PyTorch refuses it."""
+    front = [a + b for a, b in zip(before, padding, strict=True)]
+    behind = [a + b for a, b in zip(after, padding, strict=True)]
+    if min(padding) < 0 or min(*stride, *dilation) < 1:
+        return None
+    sizes = zip(lengths, front, behind, kernel, dilation, strict=True)
+    if any(n + b + a < d * (k - 1) + 1 for n, b, a, k, d in sizes):
+        return None
+    first, taps, front[0], behind[0] = without_idle_taps(
+        lengths[0], front[0], behind[0], kernel[0], stride[0], dilation[0]
+    )
+    own = tuple(map(min, front, behind))
+    rest = [tuple(n - p for n, p in zip(zeros, own, strict=True)) for zeros in (front, behind)]
+    return _Way(own, rest[0], rest[1], first, taps)
 
 
 def without_idle_taps(
@@ -312,31 +336,21 @@ def without_idle_taps(
     return first, stop - first, front, behind
 
 
-def _shortened(conv: _Conv, length: int) -> _Conv:
-    """The same convolution of ``length`` positions in its first dim, without idle taps there."""
-    zeros, kernel = (conv.before[0], conv.after[0]), conv.weight.shape[2]
-    first, count, before, after = without_idle_taps(length, *zeros, kernel, conv.stride[0], conv.dilation[0])
-    if count == kernel:
-        return conv
-    weight = conv.weight.narrow(2, first, count).contiguous(memory_format=format_of(conv.weight))
-    return replace(conv, weight=weight, before=(before, *conv.before[1:]), after=(after, *conv.after[1:]))
-
-
-def _convolve(conv: _Conv, parts: Sequence[Tensor], keeps_last: bool) -> Tensor:
-    own = tuple(map(min, conv.before, conv.after))
-    before = [b - p for b, p in zip(conv.before, own, strict=True)]
-    after = [a - p for a, p in zip(conv.after, own, strict=True)]
-    x = _joined(parts, keeps_last, before, after)
-    rest = conv.stride, own, conv.dilation
+def _convolve(conv: _Conv, way: _Way, x: Tensor) -> Tensor:
+    weight = conv.weight
+    if way.taps != weight.shape[2]:
+        weight = weight.narrow(2, way.first, way.taps).contiguous(memory_format=format_of(weight))
     # On the CPU the two dims' convolutions differ in the formats of their results.
-    keeps_format = x.is_cuda or (x.is_contiguous() and conv.weight.is_contiguous())
-    if x.dim() == 5 and x.shape[_TIME] == conv.weight.shape[2] == 1 and not own[0] and keeps_format:
+    if x.dim() == 5 and x.shape[_TIME] == way.taps == 1 and not way.padding[0] and (x.is_cuda or _are_dense(x, weight)):
         # One frame: an image, for which libraries have faster kernels.
-        stride, zeros, dilation = (n[1:] for n in rest)
-        image, weight = x.squeeze(2), conv.weight.squeeze(2)
-        return torch.conv2d(image, weight, conv.bias, stride, zeros, dilation, conv.groups).unsqueeze(2)
-    y: Tensor = _CONV_FUNCTIONS[x.dim() - 2](x, conv.weight, conv.bias, *rest, conv.groups)
+        rest = conv.stride[1:], way.padding[1:], conv.dilation[1:], conv.groups
+        return torch.conv2d(x.squeeze(2), weight.squeeze(2), conv.bias, *rest).unsqueeze(2)
+    y: Tensor = _CONV_FUNCTIONS[x.dim() - 2](x, weight, conv.bias, conv.stride, way.padding, conv.dilation, conv.groups)
     return y
+
+
+def _are_dense(*tensors: Tensor) -> bool:
+    return all(t.is_contiguous() for t in tensors)
 
 
 def _joined(parts: Sequence[Tensor], keeps_last: bool, before: Sequence[int] = (), after: Sequence[int] = ()) -> Tensor:
