@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import kgopt
 from kgopt._layout import FORMATS, is_dense_channels_last
-from kgopt.rewrite import padding
+from kgopt.rewrite import padding, watching
 from kgopt.rewrite.disguise import original_class
 
 layouts = pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
@@ -187,6 +187,20 @@ def test_nothing_is_padded(form):
         assert found["cat"] == (form is not Image and (has_front or x.shape[2] > 1))
 
 
+def test_the_format_of_a_join():
+    """PyTorch's; channels_last of one such part where the model runs so, which PyTorch would end."""
+    x, cache = draw(1, 4, 4, 6, 5, channels_last=True), draw(1, 4, 2, 6, 5)
+    for parts, keeps, is_last in (
+        ([cache, x], True, True),
+        ([cache, x], False, False),
+        ([x[:, :, :1], x], False, True),
+        ([cache, cache], True, False),
+    ):
+        y = padding._joined(parts, keeps, (1, 0, 0), (0, 0, 0))
+        assert torch.equal(y, F.pad(torch.cat(parts, 2), (0, 0, 0, 0, 1, 0)))
+        assert is_dense_channels_last(y) == is_last
+
+
 def test_a_padding_of_nothing_is_no_copy():
     fast = optimized(Cached(4, 6, 1).double().eval())
     with torch.no_grad():
@@ -353,6 +367,22 @@ def test_who_looks_on():
 
     assert pads(fast, x.as_subclass(Own)) >= 1
     assert pads(fast, x) == 0
+
+
+def test_own_modes_see_the_convolution():
+    """Which may compute it in another way; what is asked of tensors in front of it is no business of theirs."""
+    seen = []
+
+    class Seeing(watching.OwnMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
+    fast, x = optimized(build(Cached)), draw(1, 4, 3, 5, 5)
+    with torch.no_grad():
+        expected = fast(x)
+        assert torch.equal(watching.inside(Seeing(), fast, x), expected)
+    assert seen == ["conv3d"]
 
 
 def test_sequentials():

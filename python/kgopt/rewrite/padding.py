@@ -112,24 +112,31 @@ def as_it_stands() -> Iterator[None]:
 
 def postponed(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """``function(x, ...)``, or, of zero padding and of frames in front of others in inference, its value for later."""
-    waits = type(x) is Padded and x.made is None
-    if not waits and not _may_wait():
-        return function(_now(x), *args, **kwargs)
-    try:
-        if function is PAD:
-            found = _of_pad(x, *args, **kwargs) if _pads_as_is() else None
-        elif function in _JOINS:
-            found = _of_cat(x, *args, **kwargs)
-        else:
-            found = _of_module(function, x, *args, **kwargs)
-    except TypeError:  # arguments that it does not have: it says so itself
-        found = None
+    found = watching.outside_own_modes(_found, function, x, args, kwargs)
     if found is None:
         return function(_now(x), *args, **kwargs)
     # Lists of the caller's may be changed until it is computed.
     given = [tuple(a) if type(a) is list else a for a in (x, *args)]
     kwargs = {name: tuple(a) if type(a) is list else a for name, a in kwargs.items()}
-    return Padded(*found, (function, given, kwargs))
+    parts, before, after = found
+    return Padded(parts, before, after, (function, given, kwargs))
+
+
+_Found = tuple[Sequence[Tensor], tuple[int, ...], tuple[int, ...]]  # parts, zeros in front and behind
+
+
+def _found(function: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found | None:
+    """What a call makes of what, if that may wait."""
+    if not (type(x) is Padded and x.made is None) and not _may_wait():
+        return None
+    try:
+        if function is PAD:
+            return _of_pad(x, *args, **kwargs) if _pads_as_is() else None
+        if function in _JOINS:
+            return _of_cat(x, *args, **kwargs)
+        return _of_module(function, x, *args, **kwargs)
+    except TypeError:  # arguments that it does not have: it says so itself
+        return None
 
 
 def _may_wait() -> bool:
@@ -144,7 +151,6 @@ def _is_plain(x: Any) -> bool:
     return x.numel() > 0 and not watching.is_autocast(x)
 
 
-_Found = tuple[Sequence[Tensor], tuple[int, ...], tuple[int, ...]]
 _NO_ZEROS = (0, 0, 0)
 
 
@@ -231,16 +237,30 @@ def through(owner: Any, conv: Any, value: Any, *args: Any, **kwargs: Any) -> Any
     """
     if type(value) is not Padded:
         return conv(value, *args, **kwargs)
+    # The convolution alone is called where modes of ours, which may compute it in another way, see it.
+    given = watching.outside_own_modes(_given, owner, conv, value, args, kwargs)
+    if given is None:
+        return conv(value.value(), *args, **kwargs)
+    function, arguments, is_image = given
+    y = function(*arguments)
+    return y.unsqueeze(_TIME) if is_image else y
+
+
+def _given(
+    owner: Any, conv: Any, value: Padded, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], bool] | None:
+    """A function that convolves, its arguments, and whether its result is a frame without time."""
     own = None if value.made is not None else _read(conv, value.parts[0], args, kwargs)
     if own is None or not _suits(own, value.parts[0]):
-        return conv(value.value(), *args, **kwargs)
+        return None
     if not any(value.before) and not any(value.after):  # as it is: whatever else the module does
-        return conv(_joined(value.parts, keeps(owner)), *args, **kwargs)
+        x = _joined(value.parts, keeps(owner))
+        return functools.partial(conv, **kwargs) if kwargs else conv, (x, *args), False
     lengths = (sum([t.shape[_TIME] for t in value.parts]), *value.parts[0].shape[3:])
     way = _way(lengths, value.before, value.after, tuple(own.weight.shape[2:]), *own[2:5])
     if way is None:  # PyTorch refuses it
-        return conv(value.value(), *args, **kwargs)
-    return _convolve(own, way, _joined(value.parts, keeps(owner), way.before, way.after))
+        return None
+    return _call(own, way, _joined(value.parts, keeps(owner), way.before, way.after))
 
 
 def _read(conv: Any, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Conv | None:
@@ -336,7 +356,7 @@ def without_idle_taps(
     return first, stop - first, front, behind
 
 
-def _convolve(conv: _Conv, way: _Way, x: Tensor) -> Tensor:
+def _call(conv: _Conv, way: _Way, x: Tensor) -> tuple[Any, tuple[Any, ...], bool]:
     weight = conv.weight
     if way.taps != weight.shape[2]:
         weight = weight.narrow(2, way.first, way.taps).contiguous(memory_format=format_of(weight))
@@ -344,9 +364,9 @@ def _convolve(conv: _Conv, way: _Way, x: Tensor) -> Tensor:
     if x.dim() == 5 and x.shape[_TIME] == way.taps == 1 and not way.padding[0] and (x.is_cuda or _are_dense(x, weight)):
         # One frame: an image, for which libraries have faster kernels.
         rest = conv.stride[1:], way.padding[1:], conv.dilation[1:], conv.groups
-        return torch.conv2d(x.squeeze(2), weight.squeeze(2), conv.bias, *rest).unsqueeze(2)
-    y: Tensor = _CONV_FUNCTIONS[x.dim() - 2](x, weight, conv.bias, conv.stride, way.padding, conv.dilation, conv.groups)
-    return y
+        return torch.conv2d, (x.squeeze(2), weight.squeeze(2), conv.bias, *rest), True
+    rest = conv.stride, way.padding, conv.dilation, conv.groups
+    return _CONV_FUNCTIONS[x.dim() - 2], (x, weight, conv.bias, *rest), False
 
 
 def _are_dense(*tensors: Tensor) -> bool:
