@@ -16,11 +16,11 @@ verdict  verdicts fingerprint emit clocks           PyTorch's code or ours: the 
          measuring policy channels                  a norm over channels and the input at hand
 run      carry recompute arguments sites norms      what runs in place of a site, of a norm, between norms, in training,
          formats wrapped glue sums modulated        in channels_last; what is left of it for the backward
-         upsampling joins training layout
+         upsampling padding joins training layout
          channel_norms
 find     source sequential backend                  front ends: Python source, nn.Sequential, captured graphs
          functional_norms upsampled_graphs contest
-         convolutions
+         convolutions padded_graphs
          inductor lowering                          what Inductor makes of the ops
 model    convolved graphs timed whole race api      CUDA graphs; what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================

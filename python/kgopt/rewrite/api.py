@@ -129,7 +129,7 @@ def _optimize(
     if found is not None and found.slower and example_inputs is not None:
         race.undo(root)  # it may be faster on other inputs
         found = None
-    rows = _swap(root, _selector(sites, exclude), measure)
+    rows = _swap(root, _selector(sites, exclude), _selector(None, exclude), measure)
     if found is None:
         found = Report()
         known.put(root, report=found)
@@ -273,7 +273,9 @@ def _walk(module: nn.Module, path: str = "", seen: set[int] | None = None) -> It
             yield from _walk(child, f"{path}.{name}" if path else name, seen)
 
 
-def _swap(root: nn.Module, refuse: Callable[[str], str], measure: bool) -> list[SiteRow]:
+def _swap(
+    root: nn.Module, refuse: Callable[[str], str], excluded: Callable[[str], str], measure: bool
+) -> list[SiteRow]:
     modules = list(_walk(root))
     rows: dict[int, SiteRow] = {}
     for path, module in modules:
@@ -293,9 +295,9 @@ def _swap(root: nn.Module, refuse: Callable[[str], str], measure: bool) -> list[
         if not reason and recipe is not norms.RECIPE:
             rows[id(module)].fill(source.derived.chain_of(module))
     _swap_channel_norms(modules, rows, refuse, measure)
-    for _, module in modules:
+    for path, module in modules:
         if original_class(module) is None and not isinstance(module, (torch.fx.GraphModule, *NORMS)):
-            _rewrite_parent(module, rows)
+            _rewrite_parent(module, rows, bool(excluded(path)))
     for _, module in modules:
         if id(module) in rows and is_hooked(module) and not rows[id(module)].reason:
             rows[id(module)].reason = norms.hook_reason(module)
@@ -318,14 +320,15 @@ def _swap_channel_norms(
         rows[id(module)] = SiteRow(path, chain.label, "" if reason else chain.becomes, reason)
 
 
-def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow]) -> None:
+def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow], excluded: bool) -> None:
     """Gives a module whose code fuses a class of its own, and fills in the rows of the norms in it."""
     cls = type(parent)
     if isinstance(parent, nn.Sequential) and runs_like_sequential(parent):
         sequential.rewrite(parent, rows)
         return
     has_norms = any(id(m) in rows for m in parent.modules() if m is not parent)
-    if not (has_norms or source.converts(parent, cls) or source.upsamples(parent, cls)):
+    pads = not excluded and source.pads(parent, cls)
+    if not (has_norms or pads or source.converts(parent, cls) or source.upsamples(parent, cls)):
         return
     recipe, found, refused = source.analyze(parent, cls)
     failed = classes.give(parent, cls, (("source", recipe),)) if recipe else ""

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from kgopt._scale_shift import fits
-from kgopt.rewrite import convolutions, emit, functional_norms, originals, policy, upsampled_graphs
+from kgopt.rewrite import convolutions, emit, functional_norms, originals, padded_graphs, policy, upsampled_graphs
 from kgopt.rewrite.captured import uses_autocast
 from kgopt.rewrite.captured import value as _value
 from kgopt.rewrite.chain import PRELU
@@ -93,6 +93,9 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute:
     global last_report
     graph = graph_module.graph
     report, glue = Report(), []
+    padded = padded_graphs.fold(graph_module, _may_write)
+    if padded:
+        glue.append(f"padding by the convolutions behind it: {', '.join(padded)}")
     folded = upsampled_graphs.fold(graph_module, _may_write, always)
     if folded:
         glue.append(f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}")

@@ -175,6 +175,14 @@ def is_upsampler(module: Any) -> bool:
     return bool(_upsamples_as_is(cls)) and _casts_as_is()
 
 
+_PADDINGS = (nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad2d, nn.ConstantPad3d)
+
+
+def is_zero_padding(module: Any) -> bool:
+    """One of PyTorch's modules that put zeros around images or videos."""
+    return type(module) in _PADDINGS and module.value == 0
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
 def _upsamples_as_is(cls: Any) -> bool:
     own = cls.__dict__

@@ -193,6 +193,7 @@ _INSIDE: dict[type, tuple[Place, ...]] = {
     nn.AlphaDropout: _inside(nn.AlphaDropout, "alpha_dropout"),
     nn.FeatureAlphaDropout: _inside(nn.FeatureAlphaDropout, "feature_alpha_dropout"),
     nn.Upsample: _inside(nn.Upsample, "interpolate"),
+    **{cls: _inside(cls, "pad") for cls in (nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad2d, nn.ConstantPad3d)},
     nn.Sequential: _found(nn.Sequential, "forward", "__iter__"),
 }
 

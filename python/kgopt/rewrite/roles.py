@@ -9,7 +9,7 @@ from torch import nn
 from kgopt.rewrite import known
 from kgopt.rewrite.disguise import is_made, original_class
 from kgopt.rewrite.meanings import activation_of, conv_of, is_activation, may_be_identity
-from kgopt.rewrite.modules import has_own_methods, is_upsampler, passed_on
+from kgopt.rewrite.modules import has_own_methods, is_upsampler, is_zero_padding, passed_on
 from kgopt.rewrite.watching import is_hooked
 
 # The role of an expression such as ``self.norm1``: (kind, name, inplace).
@@ -51,7 +51,7 @@ def role_of(module: Any) -> Role | None:
 
 
 def role_in_code(root: nn.Module, path: Path) -> Role | None:
-    """:func:`role_of` what a path means. Beside that: "up", an upsampling; "tail", a Sequential.
+    """:func:`role_of` what a path means. Beside that: "up", an upsampling; "pad", zero padding; "tail", a Sequential.
 
     A tail ends in a convolution or a norm, and can wait for a sum. Of a path that begins with "" only: is it a module,
     or None?
@@ -64,6 +64,8 @@ def role_in_code(root: nn.Module, path: Path) -> Role | None:
     if role is None and isinstance(module, nn.Module) and not is_hooked(module):
         if is_upsampler(module):
             return ("up", "", False)
+        if is_zero_padding(module):
+            return ("pad", "", False)
         last: Any = passed_on(module)
         if not isinstance(last, nn.Sequential):
             return None

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kgopt.rewrite import classes, disguise, known, originals, watching
+from kgopt.rewrite import classes, disguise, known, originals, padding, watching
 from kgopt.rewrite.arguments import keeps_format
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.heads import FollowedSite
 from kgopt.rewrite.glue.later import Upsampled
-from kgopt.rewrite.modules import Path, child, is_upsampler, only_conv, runs_like_sequential
+from kgopt.rewrite.modules import Path, child, is_upsampler, is_zero_padding, only_conv, runs_like_sequential
+from kgopt.rewrite.padding import Padded
 from kgopt.rewrite.patterns import OTHER, Match, Node, is_trivial, match, why_alone
 from kgopt.rewrite.reporting import SiteRow
 from kgopt.rewrite.roles import role_of
@@ -89,9 +90,10 @@ def rewrite(parent: nn.Sequential, rows: dict[int, SiteRow], convs: bool = False
 
 
 def _may_wait(parent: nn.Sequential, names: list[Path]) -> bool:
-    """Whether an upsampling stands in front of a convolution."""
+    """Whether an upsampling, or zero padding, stands in front of a convolution."""
     modules = [child(parent, name) for name in names]
-    return any(is_upsampler(m) and only_conv(n) is not None for m, n in itertools.pairwise(modules))
+    pairs = itertools.pairwise(modules)
+    return any((is_upsampler(m) or is_zero_padding(m)) and only_conv(n) is not None for m, n in pairs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def _run_steps(sequential: Any, plan: Steps, input: Any, stop: int | None = None
             continue
         joins = i + 1 < last  # may it run together with the next step?
         operands = [child(sequential, path) for path in paths]
-        if site is not None and type(input) is not Upsampled and site.ready(*operands, input):
+        if site is not None and not isinstance(input, (Upsampled, Padded)) and site.ready(*operands, input):
             norm = operands[site.norm_at]
             head = _head_behind(sequential, plan, i, site, norm, input) if joins else None
             if head is not None:
@@ -174,10 +176,15 @@ def _run_steps(sequential: Any, plan: Steps, input: Any, stop: int | None = None
         elif joins and (y := _with_activation(sequential, plan, i, operands, input)) is not None:
             input, done = y, i + 2
         else:
-            following = _next_conv(sequential, plan, i) if isinstance(operands[0], nn.Upsample) else None
+            pads = is_zero_padding(operands[0])
+            following = _next_conv(sequential, plan, i) if pads or isinstance(operands[0], nn.Upsample) else None
             for module in operands:
                 if type(input) is Upsampled:
                     input = plans.through(only_conv(module) or module, input)
+                elif type(input) is Padded:
+                    input = padding.through(sequential, only_conv(module) or module, input)
+                elif pads and following is not None:
+                    input = padding.postponed(module, input)
                 else:
                     input = module(input) if following is None else plans.before(module, following, input)
     return input

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kgopt.rewrite import clocks, glue, graphs, known, policy, training, verdicts
+from kgopt.rewrite import clocks, glue, graphs, known, padding, policy, training, verdicts
 from kgopt.rewrite.transaction import snapshot
 from kgopt.torch_private import has_backward_hooks, tree_leaves
 
@@ -47,7 +47,8 @@ def original_code(root: nn.Module) -> Iterator[None]:
     for state in states:
         state.enabled = False
     try:
-        yield
+        with padding.as_it_stands():
+            yield
     finally:
         for state in states:
             state.enabled = True

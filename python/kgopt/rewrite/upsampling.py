@@ -25,6 +25,10 @@ class Wait:
         """``conv(value)``."""
         return plans.through(conv, value)
 
+    def beside(self, value: Any, changed: Any) -> Any:
+        """The value in front of code that writes to ``changed``."""
+        return self.now(value)
+
     def now(self, value: Any) -> Any:
         """The value, for code that is no such convolution."""
         return value.value() if type(value) is Upsampled else value

@@ -48,6 +48,13 @@ _add(
 )  # fmt: skip
 _WAN_SMALL = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 _add("Wan VAE", _decoder("AutoencoderKLWan", {}, _WAN_SMALL), ((1, 16, 3, 60, 104),), ((1, 4, 2, 4, 4),))
+_WAN22 = {"z_dim": 48, "base_dim": 160, "decoder_base_dim": 256, "is_residual": True, "in_channels": 12,
+          "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16}  # fmt: skip
+_add(
+    "Wan 2.2 VAE",
+    _decoder("AutoencoderKLWan", _WAN22, {**_WAN22, **_WAN_SMALL, "decoder_base_dim": 8}),
+    ((1, 48, 3, 30, 52),), ((1, 4, 2, 4, 4),), large=True,
+)  # fmt: skip
 _add("QwenImage VAE", _decoder("AutoencoderKLQwenImage", {}, _WAN_SMALL), ((1, 16, 1, 128, 128),), ((1, 4, 1, 4, 4),))
 _add(
     "LTX VAE",
@@ -73,6 +80,22 @@ _add(
         {"block_out_channels": (32, 32, 32, 32, 32), "layers_per_block": 1, "latent_channels": 32},
     ),
     ((1, 32, 3, 16, 16),), ((1, 32, 2, 2, 2),), large=True,
+)  # fmt: skip
+_add(
+    "HunyuanImage VAE",
+    _decoder(
+        "AutoencoderKLHunyuanImage",
+        {"in_channels": 3, "out_channels": 3, "latent_channels": 64, "layers_per_block": 2, "sample_size": 384,
+         "block_out_channels": (128, 256, 512, 512, 1024, 1024), "spatial_compression_ratio": 32},
+        {"in_channels": 3, "out_channels": 3, "latent_channels": 16, "layers_per_block": 1, "sample_size": 16,
+         "block_out_channels": (32, 32), "spatial_compression_ratio": 2},
+    ),
+    ((1, 64, 32, 32),), ((1, 16, 4, 4),), large=True,
+)  # fmt: skip
+_add(
+    "KVAE Video VAE",
+    _decoder("AutoencoderKLKVAEVideo", {}, {"ch": 32, "ch_mult": (1, 1), "num_res_blocks": 1, "z_channels": 4}),
+    ((1, 16, 3, 32, 48),), ((1, 4, 2, 4, 4),), large=True,
 )  # fmt: skip
 _COG = {"down_block_types": ("CogVideoXDownBlock3D",) * 4, "up_block_types": ("CogVideoXUpBlock3D",) * 4}
 _add(

@@ -20,7 +20,7 @@ from kgopt.rewrite.meanings import conv_of
 
 _OPS = torch.ops.kgopt
 _LINEAR = {"linear": 3, "bilinear": 4, "trilinear": 5}
-INTERPOLATE, _PAD = F.interpolate, F.pad  # as they are now: a user may replace them
+INTERPOLATE, PAD = F.interpolate, F.pad  # as they are now: a user may replace them
 CATS = (torch.cat, torch.concat, torch.concatenate)
 _POOLS = {F.max_pool2d: 2, F.max_pool3d: 3}
 _CONVS: dict[Any, tuple[str, int, bool]] = {  # the op, dims, transposed
@@ -30,10 +30,10 @@ _CONVS: dict[Any, tuple[str, int, bool]] = {  # the op, dims, transposed
     torch.conv_transpose3d: ("conv_transpose3d", 3, True),
 }
 CONV_FUNCTIONS = {op: function for function, (op, _, _) in _CONVS.items()}
-FUNCTIONS = frozenset(f for f in (INTERPOLATE, _PAD, *CATS, *_POOLS, *_CONVS) if originals.is_torchs(f))
+FUNCTIONS = frozenset(f for f in (INTERPOLATE, PAD, *CATS, *_POOLS, *_CONVS) if originals.is_torchs(f))
 # By function: whether what it calls is PyTorch's own.
 _UNTOUCHED = {
-    **{f: originals.untouched(*originals.of_function(f)) for f in (INTERPOLATE, _PAD, *_POOLS)},
+    **{f: originals.untouched(*originals.of_function(f)) for f in (INTERPOLATE, PAD, *_POOLS)},
     **dict.fromkeys((*CATS, *_CONVS), originals.untouched()),
 }
 # Channels of input or output, up to which kgopt's own convolution can be the faster one: in general, in channels_last.
@@ -140,7 +140,7 @@ def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call 
         if func is INTERPOLATE:
             found = interpolate_of(_takes, *args, **kwargs)
             return _repeated(*args, **kwargs) if found is None else Call(*found)
-        if func is _PAD:
+        if func is PAD:
             return _pad(*args, **kwargs)
         if func in _POOLS:
             return _max_pool(_POOLS[func], *args, **kwargs)
@@ -151,7 +151,7 @@ def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call 
     return cat_of(_takes, args, kwargs) if func in CATS else None
 
 
-def _numbers(value: Any, rank: int) -> tuple[int, ...] | None:
+def numbers(value: Any, rank: int) -> tuple[int, ...] | None:
     """One number, or a list of one, for every dim; None where it is something else."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     values = values * rank if len(values) == 1 else values
@@ -172,9 +172,9 @@ def _max_pool(
         return None
     if isinstance(stride, (tuple, list)) and not stride:
         stride = None
-    window = [_numbers(v, rank) for v in (kernel_size, kernel_size if stride is None else stride, padding)]
+    window = [numbers(v, rank) for v in (kernel_size, kernel_size if stride is None else stride, padding)]
     kernel, step, pad = window
-    if kernel is None or step is None or pad is None or _numbers(dilation, rank) != (1,) * rank:
+    if kernel is None or step is None or pad is None or numbers(dilation, rank) != (1,) * rank:
         return None
     if min(kernel) < 1 or min(step) < 1 or any(p < 0 or 2 * p > k for p, k in zip(pad, kernel, strict=True)):
         return None
@@ -203,10 +203,10 @@ def geometry_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     """A convolution's input, weight and bias, and what :attr:`Call.argument` has of the rest; None: it says less."""
     op, rank, transposed = _CONVS[func]
     given = _bound_to_conv(transposed, args, kwargs)
-    numbers = [_numbers(given[name], rank) for name in ("stride", "padding", "dilation", "output_padding")]
-    if None in numbers or type(given["groups"]) is not int:
+    lists = [numbers(given[name], rank) for name in ("stride", "padding", "dilation", "output_padding")]
+    if None in lists or type(given["groups"]) is not int:
         return None
-    return [given[name] for name in ("input", "weight", "bias")], (op, transposed, *numbers, given["groups"])
+    return [given[name] for name in ("input", "weight", "bias")], (op, transposed, *lists, given["groups"])
 
 
 def _conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -249,14 +249,14 @@ def padding_of(conv: Any, rank: int) -> tuple[int, ...] | None:
     """Of a convolution module that can be folded with an upsampling in front of it; None for any other."""
     if conv_of(conv) not in ("conv2d", "conv3d") or conv.padding_mode != "zeros" or type(conv.groups) is not int:
         return None
-    kernel, padding = _numbers(conv.kernel_size, rank), conv.padding
-    if kernel is None or {_numbers(conv.stride, rank), _numbers(conv.dilation, rank)} != {(1,) * rank}:
+    kernel, padding = numbers(conv.kernel_size, rank), conv.padding
+    if kernel is None or {numbers(conv.stride, rank), numbers(conv.dilation, rank)} != {(1,) * rank}:
         return None
     if padding in ("same", "valid"):
         if padding == "same" and any(k % 2 == 0 for k in kernel):
             return None  # one side is padded more than the other
         padding = tuple(k // 2 if padding == "same" else 0 for k in kernel)
-    padding = _numbers(padding, rank)
+    padding = numbers(padding, rank)
     fits = padding is not None and all(0 <= p < k for p, k in zip(padding, kernel, strict=True))
     return padding if fits else None
 

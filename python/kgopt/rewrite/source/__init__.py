@@ -24,7 +24,9 @@ sink         an activation behind a branch moves into it
 chains       chains become sites
 modulated    norms whose value is scaled and shifted by sample
 sums         sums of what convolutions give
+waiting      values that may wait for the convolution that reads them
 upsampled    nearest upsampling whose value a convolution reads
+padded       padding, and frames in front, that a convolution reads
 formats      ``x.contiguous()`` that may keep channels_last
 derived      subclasses of PyTorch's norms
 small        users' modules that are an activation, or nothing
@@ -54,6 +56,8 @@ from kgopt.rewrite.source.expressions import text_of
 from kgopt.rewrite.source.formats import keep_formats
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.modulated import Modulations
+from kgopt.rewrite.source.padded import Paddings, pads_in
+from kgopt.rewrite.source.padded import pads as pads
 from kgopt.rewrite.source.sink import sink
 from kgopt.rewrite.source.sums import Sums
 from kgopt.rewrite.source.upsampled import Upsamplings
@@ -91,6 +95,7 @@ def _rewrite(method: Method) -> Found:
     sums = Sums(method)
     sums.run(method.tree.body)
     Upsamplings(method).run()
+    Paddings(method).run()
     sums.activate(method.tree.body)
     for path, chain in (*modulations.chains(), *sums.chains()):
         found.chains.setdefault(path, []).append(chain)
@@ -106,7 +111,7 @@ def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...]
     children = set(module._modules)
     for name, function in own_methods(cls):
         mentioned = children & set(inspect.unwrap(function).__code__.co_names)
-        if not mentioned:
+        if not mentioned and not pads_in(function):
             continue
         if name in module.__dict__:
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} was replaced on the instance"))

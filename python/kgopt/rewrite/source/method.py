@@ -13,6 +13,7 @@ from kgopt.rewrite.formats import Keep
 from kgopt.rewrite.glue.heads import FollowedSite
 from kgopt.rewrite.meanings import describe_function
 from kgopt.rewrite.modulated import Modulation
+from kgopt.rewrite.padding import Pads
 from kgopt.rewrite.patterns import Node
 from kgopt.rewrite.roles import Path, Role
 from kgopt.rewrite.source.code import CannotRewriteError
@@ -21,7 +22,7 @@ from kgopt.rewrite.source.names import writes
 from kgopt.rewrite.sums import Activated, Sum
 from kgopt.rewrite.upsampling import Wait
 
-Replacement = FollowedSite | Sum | Activated | Modulation | Keep | Wait  # what a rewritten method calls
+Replacement = FollowedSite | Sum | Activated | Modulation | Keep | Wait | Pads  # what a rewritten method calls
 _LOOKS_AT_LOCALS = {"locals", "vars", "dir", "eval", "exec", "globals", "breakpoint"}
 
 

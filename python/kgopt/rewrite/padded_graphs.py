@@ -1,0 +1,133 @@
+"""Zero padding in front of a convolution, in captured graphs of inference: the convolution pads by itself.
+
+As far as zeros are the same on both sides; what is left stays padding in front. Taps that read zeros alone along the
+first dim are left out, as :mod:`kgopt.rewrite.padding` does. A join in front of the padding is the compiler's, which
+puts both into one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from kgopt.rewrite import originals
+from kgopt.rewrite.captured import is_known, value
+from kgopt.rewrite.glue.calls import PAD, numbers
+from kgopt.rewrite.padding import without_idle_taps
+from kgopt.torch_private import nn_functions
+
+_CONVS: dict[Any, int] = {f: rank for f, rank in ((torch.conv2d, 2), (torch.conv3d, 3)) if originals.is_torchs(f)}
+_PADS = tuple(f for f in (PAD, nn_functions.pad) if originals.is_torchs(f))
+_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+
+
+def fold(graph_module: fx.GraphModule, may_write: Callable[[fx.Node], bool]) -> list[str]:
+    """Folds what can be folded. Names of the convolutions' nodes.
+
+    Args:
+        graph_module: Dynamo's graph, with fake tensors as ``example_value``.
+        may_write: whether a node may change a tensor, or the state under which later ones run.
+    """
+    graph, done = graph_module.graph, []
+    if torch.is_grad_enabled():
+        return []
+    for node in list(graph.nodes):
+        is_conv = node.op == "call_function" and node.target in _CONVS and originals.runs_as_is(node.target)
+        if is_conv and _fold(graph, node, may_write):
+            done.append(node.name)
+    return done
+
+
+def _fold(graph: fx.Graph, node: fx.Node, may_write: Callable[[fx.Node], bool]) -> bool:
+    """Takes the padding in front of a convolution into it, or a part of it; whether there was something to take."""
+    rank = _CONVS[node.target]
+    given = {**_DEFAULTS, **dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
+    x: Any = given.get("input")
+    pads, zeros = [], [(0, 0)] * rank
+    while (found := _zeros(x, rank)) is not None:
+        pads.append(x)
+        x, more = found
+        zeros = [(b + c, a + d) for (b, a), (c, d) in zip(zeros, more, strict=True)]
+    weight = value(given.get("weight"))
+    lists = [numbers(given[name], rank) for name in ("stride", "padding", "dilation")]
+    if not pads or not is_known(value(x)) or not is_known(weight) or weight.dim() != rank + 2:
+        return False
+    between = pads[-1]
+    while (between := between.next) is not node:
+        if may_write(between):
+            return False
+    stride, own, dilation = lists
+    if stride is None or own is None or dilation is None:
+        return False
+    ends = [(b + p, a + p) for (b, a), p in zip(zeros, own, strict=True)]
+    sizes = value(x).shape[2:]
+    spans = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    if min(*stride, *dilation) < 1 or min(own) < 0 or any(map(_is_short, sizes, ends, spans)):
+        return False  # PyTorch refuses it
+    kernel = weight.shape[2]
+    first, count, *around = without_idle_taps(sizes[0], *ends[0], kernel, stride[0], dilation[0])
+    ends[0] = around[0], around[1]
+    both = [min(z) for z in ends]
+    rest = [n for (b, a), p in zip(reversed(ends), reversed(both), strict=True) for n in (b - p, a - p)]
+    if count == kernel and both == list(own) and len(pads) == 1 and any(rest):
+        return False
+    _write(graph, node, x, {**given, "padding": both}, rest, (first, count) if count < kernel else None)
+    for pad in pads:
+        graph.erase_node(pad)
+    return True
+
+
+def _is_short(size: int, zeros: tuple[int, int], span: int) -> bool:
+    return size + sum(zeros) < span
+
+
+def _write(
+    graph: fx.Graph,
+    node: fx.Node,
+    x: fx.Node,
+    given: Mapping[str, Any],
+    rest: list[int],
+    taps: tuple[int, int] | None,
+) -> None:
+    def call(function: Any, *args: Any) -> fx.Node:
+        made = graph.call_function(function, args)
+        made.meta["example_value"] = function(*(value(a) if isinstance(a, fx.Node) else a for a in args))
+        return made
+
+    weight, target = given["weight"], node.target
+    assert callable(target)
+    with graph.inserting_before(node):
+        if any(rest):
+            x = call(PAD, x, rest)
+        if taps is not None:
+            weight = call(torch.narrow, weight, 2, *taps)
+        tail = (given["bias"], given["stride"], given["padding"], given["dilation"], given["groups"])
+        y = graph.call_function(target, (x, weight, *tail))
+    y.meta.update(node.meta)
+    node.replace_all_uses_with(y)
+    graph.erase_node(node)
+
+
+def _zeros(pad: Any, rank: int) -> tuple[fx.Node, list[tuple[int, int]]] | None:
+    """What is padded, and zeros in front of each spatial dim and behind it; None where it is no such padding."""
+    if not isinstance(pad, fx.Node) or pad.op != "call_function" or len(pad.users) != 1:
+        return None
+    if pad.target not in _PADS or not originals.runs_as_is(pad.target):
+        return None
+    names = ("input", "pad", "mode", "value")
+    given = {"mode": "constant", "value": None, **dict(zip(names, pad.args, strict=False)), **pad.kwargs}
+    x, listed = given.get("input"), given.get("pad")
+    if given.keys() - set(names) or given["mode"] != "constant" or given["value"] not in (None, 0):
+        return None
+    if not isinstance(x, fx.Node) or not isinstance(value(x), Tensor) or value(x).dim() != rank + 2:
+        return None
+    if not isinstance(listed, (tuple, list)) or not all(type(n) is int and n >= 0 for n in listed):
+        return None
+    if len(listed) % 2 or len(listed) > 2 * rank:
+        return None
+    whole = [*listed, *(0,) * (2 * rank - len(listed))]
+    return x, list(zip(whole[-2::-2], whole[::-2], strict=True))

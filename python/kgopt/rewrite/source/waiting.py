@@ -1,0 +1,219 @@
+"""Values of one variable that may wait, in the source of a method, until a convolution reads them.
+
+``h = f(h)`` becomes ``h = site.begin(f, h)``, which may give what is no tensor yet, and ``self.conv(h)`` becomes
+``site.through(self.conv, h)``. Between the two, along every path of tests, only statements run that change no tensor:
+in front of any other one, and of one that reads the value otherwise, stands ``h = site.now(h)``. So only these
+functions ever see what is no tensor.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from kgopt.rewrite.meanings import UNKNOWN
+from kgopt.rewrite.source.expressions import assign, call_of, constant, evaluated_first, is_plain, is_test, replace
+from kgopt.rewrite.source.method import Method
+from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
+
+Block = list[ast.stmt]
+_Stop = tuple[Block, ast.stmt, list[ast.expr]]  # a block, the statement in it, what ``now`` or ``beside`` is given
+
+
+class Waiting(ABC):
+    """Those of one kind in one method."""
+
+    prefix: ClassVar[str]  # of the site's name
+    site: ClassVar[type[Any]]
+    may_follow: ClassVar[bool] = False  # may one be made of another that still waits?
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+        self.name = f"_kgopt_{self.prefix}_{len(method.sites)}"
+        self.live = liveness(method.tree.body)
+
+    @abstractmethod
+    def begins(self, e: Any) -> bool:
+        """Whether an expression makes a value that may wait."""
+
+    @abstractmethod
+    def convolves(self, e: Any) -> bool:
+        """Whether an expression is a call of a convolution that may read one, as its first argument."""
+
+    def takes(self, e: ast.Call) -> ast.expr | None:
+        """What a call reads that is given the value as it is, if there is such a call."""
+        return None
+
+    def before_conv(self) -> list[ast.expr]:
+        """What the site is told in front of the convolution."""
+        return []
+
+    def run(self) -> None:
+        """Writes them. What else is written into a method stands there already."""
+        body = self.method.tree.body
+        passes: dict[int, tuple[ast.stmt, ast.Call | None]] = {}
+        stops: dict[tuple[int, str], _Stop] = {}
+        self.begun: dict[int, tuple[ast.stmt, ast.Call]] = {}
+        # The last ones first: what reads a value may make another one.
+        for path in reversed(list(self._assignments(body, []))):
+            block, k = path[-1]
+            statement: Any = block[k]
+            found = _Paths(self, str(self.method.target(statement)))
+            is_waiting = True
+            for outer, i in reversed(path):
+                is_waiting = is_waiting and found.follow(outer, i + 1)
+            if found.passes:
+                self.begun[id(statement)] = statement, statement.value
+                passes |= found.passes
+                stops |= found.stops
+        # What is written copies what it holds, so that this has to be written by then.
+        inner = list(self._nested(body))
+        for statement, call in passes.values():
+            if call is not None:
+                replace(statement, call, self._through(call, call.args[0]))
+        for statement, call in reversed(inner):
+            replace(statement, call, self._through(call, self._begin(call.args[0])))
+        for statement, call in self.begun.values():
+            replace(statement, call, self._begin(call))
+        for (_, name), (block, before, given) in stops.items():
+            made = call_of(self.name, "now" if len(given) == 1 else "beside", given, before)
+            block.insert([s is before for s in block].index(True), assign(name, made, before))
+        if self.begun or inner:
+            self.method.sites[self.name] = self.site()
+
+    def _begin(self, call: Any) -> ast.Call:
+        first = [self._begin(a) if self.begins(a) else a for a in call.args[:1]]
+        made = call_of(self.name, "begin", [call.func, *first, *call.args[1:]], call)
+        made.keywords = copy.deepcopy(call.keywords)
+        return made
+
+    def _through(self, call: ast.Call, value: ast.expr) -> ast.Call:
+        made = call_of(self.name, "through", [*self.before_conv(), call.func, value, *call.args[1:]], call)
+        made.keywords = copy.deepcopy(call.keywords)
+        return made
+
+    def _assignments(self, body: Block, outside: list[tuple[Block, int]]) -> Iterator[list[tuple[Block, int]]]:
+        """Statements that only assign such a value, outside of loops, as the blocks and places that lead to them."""
+        for k, statement in enumerate(body):
+            here = [*outside, (body, k)]
+            if self.method.target(statement) is not None and self.begins(statement.value):  # type: ignore[attr-defined]
+                yield here
+            elif isinstance(statement, ast.If):
+                yield from self._assignments(statement.body, here)
+                yield from self._assignments(statement.orelse, here)
+
+    def _nested(self, body: Block) -> Iterator[tuple[ast.stmt, ast.Call]]:
+        """``self.conv(f(x))`` in one expression."""
+        for statement in body:
+            if isinstance(statement, (*SCOPES, ast.ClassDef)):
+                continue
+            inner = list(blocks(statement))
+            for block in inner:
+                yield from self._nested(block)
+            if inner:
+                continue
+            for e in ast.walk(statement):
+                if self.convolves(e) and self.begins(e.args[0]):  # type: ignore[attr-defined]
+                    yield statement, e  # type: ignore[misc]
+
+
+class _Paths:
+    """Where the value of a variable goes from the statement that makes it."""
+
+    def __init__(self, waiting: Waiting, name: str) -> None:
+        self.of = waiting
+        self.method = waiting.method
+        self.name = name
+        self.passes: dict[int, tuple[ast.stmt, ast.Call | None]] = {}  # statements that give it to a convolution, by id
+        self.stops: dict[tuple[int, str], _Stop] = {}  # those before which it has to be a tensor, or perhaps has to
+
+    def follow(self, block: Block, start: int) -> bool:
+        """Goes through a block; whether the value may still wait at its end."""
+        for s in block[start:]:
+            passed = self._pass(s)
+            if passed is not None:
+                self.passes[id(s)] = passed
+                return False
+            is_read = self.name in reads(s)
+            if isinstance(s, ast.If) and self._is_quiet(s.test) and self.name not in reads(s.test):
+                waits = [self.follow(s.body, 0), self.follow(s.orelse, 0)]
+                if not any(waits):
+                    return False
+            elif not is_read and (isinstance(s, (ast.Return, ast.Raise)) or self.name in writes(s)):
+                return False  # nobody reads it
+            elif not is_read and (changed := _changed(s)) is not None:
+                self._stop(block, s, changed)
+            elif is_read or not self._is_harmless(s):
+                self._stop(block, s)
+                return False
+        return True
+
+    def _stop(self, block: Block, s: ast.stmt, *more: ast.expr) -> None:
+        load = ast.copy_location(ast.Name(self.name, ast.Load()), s)
+        self.stops[id(s), self.name] = block, s, [load, *more]
+
+    def _pass(self, s: Any) -> tuple[ast.stmt, ast.Call | None] | None:
+        """A statement that gives the value to a convolution, the last to read it, and the call, if it is to be written.
+
+        What begins a sum, or the next value that waits, takes it as it is.
+        """
+        if not isinstance(s, (ast.Assign, ast.AnnAssign, ast.Return)) or s.value is None:
+            return None
+        loads = [n for n in ast.walk(s) if isinstance(n, ast.Name) and n.id == self.name]
+        if sum(isinstance(n.ctx, ast.Load) for n in loads) != 1:
+            return None
+        target = None if isinstance(s, ast.Return) else self.method.target(s)
+        may_live = isinstance(s, ast.Return) or target == self.name
+        if not may_live and (target is None or self.name in self.of.live.after.get(id(s), {self.name})):
+            return None
+        if self.of.may_follow and id(s) in self.of.begun and self._is_it(self.of.begun[id(s)][1].args[0]):
+            return s, None
+        for e in ast.walk(s.value):
+            if not isinstance(e, ast.Call) or not evaluated_first(s.value, e):
+                continue
+            if self.of.convolves(e) and self._is_it(e.args[0]):
+                return s, e
+            taken = self.of.takes(e)
+            if taken is not None and self._is_it(taken):
+                return s, None
+        return None
+
+    def _is_it(self, e: ast.expr) -> bool:
+        return isinstance(e, ast.Name) and e.id == self.name
+
+    def _is_quiet(self, e: ast.expr) -> bool:
+        """A test that changes no tensor: a function that is given constants alone has none to change."""
+        if isinstance(e, ast.BoolOp):
+            return all(map(self._is_quiet, e.values))
+        if isinstance(e, ast.UnaryOp):
+            return isinstance(e.op, ast.Not) and self._is_quiet(e.operand)
+        if isinstance(e, ast.Call):
+            values = [*e.args, *(word.value for word in e.keywords)]
+            return self.method.function(e.func) is not None and all(constant(v) is not UNKNOWN for v in values)
+        return is_test(e)
+
+    def _is_harmless(self, s: ast.stmt) -> bool:
+        if isinstance(s, ast.Pass) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)):
+            return True
+        if not isinstance(s, ast.Assign) or not all(map(is_plain, _parts(s.value))):
+            return False
+        return all(isinstance(t, ast.Name) for target in s.targets for t in _parts(target))
+
+
+def _changed(s: ast.stmt) -> ast.expr | None:
+    """What ``padding[4] -= cache.shape[2]`` or ``count += 1`` writes to: a list, a number, or perhaps a tensor."""
+    target: ast.expr | None = None
+    if isinstance(s, ast.AugAssign) and is_plain(s.value):
+        target = s.target
+    elif isinstance(s, ast.Assign) and len(s.targets) == 1 and is_plain(s.value):
+        target = s.targets[0] if isinstance(s.targets[0], ast.Subscript) else None
+    if isinstance(target, ast.Subscript):
+        target = target.value if is_plain(target.slice) else None
+    return ast.copy_location(ast.Name(target.id, ast.Load()), target) if isinstance(target, ast.Name) else None
+
+
+def _parts(e: ast.expr) -> list[ast.expr]:
+    return e.elts if isinstance(e, ast.Tuple) else [e]
