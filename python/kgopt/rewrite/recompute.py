@@ -5,8 +5,8 @@ read and one write away from the norm's input, which the norm's own gradient nee
 behind a norm, and for a concatenation of such results. So while the forward of a root runs with gradients, each site
 says which of its results can be had again, and from what (:meth:`Forward.offer`). Hooks for saved tensors
 (``torch.autograd.graph.saved_tensors_hooks``) keep that recipe wherever autograd wants to keep such a result, whoever
-wants it. The backward gets the same bits from the same op. All else is kept as without hooks, and norms that are given
-no such result keep theirs without calling one.
+wants it. The backward gets the same bits from the same op, once for all nodes that follow each other. All else is
+kept as without hooks, and norms that are given no such result keep theirs without calling one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from kgopt import torch_private
 from kgopt.rewrite import classes, known
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.watching import is_watched
-from kgopt.torch_private import may_hook_saved_tensors, version_of
+from kgopt.torch_private import current_graph_task, current_stream, may_hook_saved_tensors, version_of
 
 _PLAIN, _STRIDED = (Tensor, nn.Parameter), torch.strided
 DEPTH = 2  # results that stand one on the other: a chain of sums would be computed again from its start, block by block
@@ -49,14 +49,14 @@ def _kept(t: Tensor) -> _Kept:
     return t if type(t) is nn.Parameter and t.is_leaf else t.detach(), version_of(t)
 
 
-def _value(kept: _Kept | _Recipe | _View) -> Tensor:
-    """The tensor.
+def _value(kept: _Kept | _Recipe | _View, is_operand: bool = False) -> Tensor:
+    """The tensor; ``is_operand``: of a recipe.
 
     Raises:
         RuntimeError: it was written to meanwhile.
     """
     if type(kept) is not tuple:
-        return kept.value()  # type: ignore[union-attr]
+        return kept.value(is_operand)  # type: ignore[union-attr]
     t, version = kept
     if version_of(t) != version:
         raise RuntimeError(
@@ -66,22 +66,73 @@ def _value(kept: _Kept | _Recipe | _View) -> Tensor:
     return t
 
 
+class _Held(NamedTuple):
+    """A result between the first node of a backward that wants it and the last one."""
+
+    y: Tensor
+    version: int | None
+    backward: tuple[int, int]  # and its stream
+    left: int  # nodes that are still to come
+
+
 class _Recipe:
-    """A result that is computed again from what is kept."""
+    """A result that is computed again from what is kept.
 
-    __slots__ = ("again", "contiguous", "depth", "is_counted", "operands")
+    Nodes of a backward that want it follow each other closely: where a sum is a block's input, the norm at the end of
+    the block comes first, the convolution at its start last. So it is computed for the first of them and held until the
+    last. A recipe of which it is an operand, a concatenation's for one, may be asked for long before: it has no result
+    held, and takes the one that is there.
+    """
 
-    def __init__(self, again: Callable[..., Tensor], operands: list[Any], depth: int, contiguous: bool) -> None:
+    __slots__ = ("again", "contiguous", "depth", "device", "held", "operands", "slots")
+
+    def __init__(
+        self, again: Callable[..., Tensor], operands: list[Any], depth: int, contiguous: bool, device: torch.device
+    ) -> None:
         self.again, self.operands, self.depth, self.contiguous = again, operands, depth, contiguous
-        self.is_counted = False
+        self.device = device
+        self.slots = 0  # in which nodes keep it: each is read once by a whole backward
+        self.held: _Held | None = None
 
-    def value(self) -> Tensor:
-        """The result, once more: as it was made, in memory of its own."""
+    @property
+    def recipe(self) -> _Recipe:
+        """Itself, as a view's is another."""
+        return self
+
+    def value(self, is_operand: bool = False) -> Tensor:
+        """The result, as it was made. ``is_operand``: of another recipe.
+
+        What a node that never runs would have read goes with the graph, or with the next backward. Of threads that read
+        at once each may compute it.
+        """
         if torch.is_grad_enabled():  # a backward with a graph
             with torch.no_grad():
-                return self.value()
-        y = self.again(*[None if o is None else _value(o) for o in self.operands])
+                return self.value(is_operand)
+        backward = self._backward() if self.slots > 1 else None
+        if backward is None:
+            return self._computed()
+        held = self.held
+        if held is None or held.backward != backward or version_of(held.y) != held.version:  # a node wrote to it
+            held = self.held = None
+        if is_operand:
+            return self._computed() if held is None else held.y
+        if held is None:
+            y = self._computed()
+            held = _Held(y, version_of(y), backward, self.slots)
+        more = held.left > 1 and held.version is not None
+        self.held = held._replace(left=held.left - 1) if more else None
+        return held.y
+
+    def _computed(self) -> Tensor:
+        y = self.again(*[None if o is None else _value(o, True) for o in self.operands])
         return y.contiguous() if self.contiguous else y
+
+    def _backward(self) -> tuple[int, int] | None:
+        """Which backward asks, and on which stream; None outside of any."""
+        task = current_graph_task()
+        if task < 0:
+            return None
+        return task, current_stream(self.device.index) if self.device.type == "cuda" else 0
 
 
 class _View:
@@ -97,12 +148,15 @@ class _View:
         """Of its recipe."""
         return self.recipe.depth
 
-    def value(self) -> Tensor:
+    def value(self, is_operand: bool = False) -> Tensor:
         """The tensor."""
-        y = self.recipe.value()
+        y = self.recipe.value(is_operand)
         if y.shape == self.shape and y.stride() == self.strides:
             return y
         return y.as_strided(self.shape, self.strides, self.start)
+
+
+_AGAIN = _Recipe, _View
 
 
 class Forward:
@@ -129,16 +183,17 @@ class Forward:
         return _View(recipe, t) if t.dtype is y.dtype and version_of(t) == version else None
 
     def offer(
-        self, y: Tensor, made: Any, again: Callable[..., Tensor], kept: tuple[Any, ...], more: tuple[Any, ...] = ()
+        self, y: Tensor, made: Any, again: Callable[..., Tensor], operands: Sequence[Any], alone: int = 0
     ) -> None:
-        """Says that ``again(*kept, *more)`` gave ``made``, which the code goes on with as ``y``.
+        """Says that ``again(*operands)`` gave ``made``, which the code goes on with as ``y``.
 
-        ``kept``: tensors, or None, that autograd keeps anyway where a gradient goes through y. ``more``: those that it
-        does not; unless they are computed again themselves, they would be kept instead of y.
+        An operand is a tensor, None, or what :meth:`found` says of one. Autograd keeps the operands anyway where a
+        gradient goes through y, but the last ``alone`` of them; unless those are computed again themselves, they would
+        be kept instead of y.
         """
         if _may_go(y):
             self.largest = max(self.largest, y.nbytes)
-            self._offer(y, again, kept, more, 1, y is not made)
+            self._offer(y, again, operands, alone, 1, y is not made)
 
     def offer_join(self, y: Tensor, again: Callable[..., Tensor], parts: tuple[Tensor, ...]) -> None:
         """The same of ``again(*parts)``, a concatenation; not of one that is larger than all results before it.
@@ -147,37 +202,19 @@ class Forward:
         one that would be the peak.
         """
         if _may_go(y) and y.nbytes <= self.largest:
-            self._offer(y, again, (), parts, 0, False)
+            self._offer(y, again, [self.found(t) or t for t in parts], len(parts), 0, False)
 
     def _offer(
-        self,
-        y: Tensor,
-        again: Callable[..., Tensor],
-        kept: tuple[Any, ...],
-        more: tuple[Any, ...],
-        step: int,
-        contiguous: bool,
+        self, y: Tensor, again: Callable[..., Tensor], operands: Sequence[Any], alone: int, step: int, contiguous: bool
     ) -> None:
-        operands = [None if t is None else self._operand(t) for t in kept + more]
-        if more and sum(o[0].nbytes for o in operands[len(kept) :] if type(o) is tuple) >= y.nbytes:
+        rest = operands[len(operands) - alone :]
+        if rest and sum(t.nbytes for t in rest if not isinstance(t, _AGAIN)) >= y.nbytes:
             return
-        depth = step + max([o.depth for o in operands if isinstance(o, (_Recipe, _View))], default=0)
+        depth = step + max([o.depth for o in operands if isinstance(o, _AGAIN)], default=0)
         if depth <= DEPTH:
-            recipe = _Recipe(again, operands, depth, contiguous)
+            kept = [o if o is None or isinstance(o, _AGAIN) else _kept(o) for o in operands]
+            recipe = _Recipe(again, kept, depth, contiguous, y.device)
             self.offered[y.untyped_storage().data_ptr()] = weakref.ref(y), version_of(y), recipe
-
-    def _operand(self, t: Tensor) -> _Kept | _Recipe | _View:
-        found = None if type(t) is nn.Parameter else self.found(t)
-        return _kept(t) if found is None else found
-
-    def unhooked(self, op: Callable[..., Tensor], x: Tensor, other: Tensor, *args: Any) -> Tensor:
-        """``op(x, other, *args)``, whose node keeps without hooks what cannot be had again.
-
-        The node of a norm keeps five tensors, and each call of a hook costs the host microseconds.
-        """
-        if self.found(x) is None and self.found(other) is None:
-            return without_hooks(op, x, other, *args)
-        return op(x, other, *args)
 
 
 def _may_go(y: Tensor) -> bool:
@@ -206,9 +243,9 @@ def _pack(t: Tensor) -> _Kept | _Recipe | _View:
     found = None if forward is None else forward.found(t)
     if forward is None or found is None:
         return _kept(t)
-    recipe = found.recipe if isinstance(found, _View) else found
-    if not recipe.is_counted:
-        recipe.is_counted = True
+    recipe = found.recipe
+    recipe.slots += 1
+    if recipe.slots == 1:
         forward.state.results += 1
         forward.state.bytes += t.nbytes
     return found

@@ -51,12 +51,14 @@ class Site:
     """One chain in a forward.
 
     ``roles`` says what the operands before x are: "conv", "norm", "same", an activation's name, or a function itself;
-    ``methods`` are those of tensors that the code calls.
+    ``methods`` are those of tensors that the code calls. ``hands``: it is asked by :meth:`begin`.
     """
 
     inside: Any = None  # PyTorch's class, of the site in the forward of a norm
 
-    def __init__(self, chain: Chain, roles: tuple[Any, ...], methods: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, chain: Chain, roles: tuple[Any, ...], methods: tuple[str, ...] = (), hands: bool = False
+    ) -> None:
         self.chain = chain
         self.roles = roles
         self.methods = methods
@@ -66,6 +68,7 @@ class Site:
         # The usual site, a norm and its activation, takes a short way: eager calls cost microseconds.
         self.is_channel = chain.norm in CHANNELS
         self.short = chain == Chain(norm=chain.norm, post=chain.post) and not (self.is_channel or chain.has_prelu)
+        self.hands = hands or not self.short  # the arguments that it checked on, to what runs
         # PyTorch's instance norm has no rule under autocast: it gives what it is given. Softplus has: float32. So has
         # PReLU: half precision.
         self.keeps_dtype = chain.norm == "instance" and "softplus" not in chain.pre + chain.post and not chain.has_prelu
@@ -84,7 +87,7 @@ class Site:
         return f"{type(self).__name__}({self.chain.label})"
 
     def __reduce__(self) -> Any:
-        return type(self), (self.chain, self.roles, self.methods)
+        return type(self), (self.chain, self.roles, self.methods, self.hands)
 
     def _places(self, leaf: Any) -> Iterator[originals.Place]:
         yield from originals.called(leaf._kgopt_original, leaf)
@@ -140,6 +143,13 @@ class Site:
             return False
         return self._chosen(x, operands[0] if self.chain.conv else None, norm, operands)
 
+    def begin(self, norm: Any, x: Any) -> NormArgs | bool:
+        """:meth:`ready` of a norm alone whose value may wait for a sum: with its arguments, where it knows them."""
+        if not self.ready(norm, x):
+            return False
+        both = None if _is_compiling() else self._handed(norm)
+        return True if both is None else both[1]
+
     def _is_other_untouched(self, norm: Any, x: Any) -> bool:
         leaf: Any = type(norm)
         for other, untouched in self.untouched[1:]:
@@ -179,7 +189,7 @@ class Site:
         # What a call costs beside the ops, for the measurement.
         checks = (self.ready_inside, (norm, x)) if operands is None else (self.ready, operands)
         chosen = policy.choose(state, self.key, known.keeps, self.chain, x, *args, checks, _call_directly)
-        if chosen and not self.short and not _is_compiling():
+        if chosen and self.hands and not _is_compiling():
             _handed.args, _handed.of = args, norm
         return chosen
 
@@ -230,7 +240,7 @@ class Site:
             args = replace(n, weight=weight, bias=bias)
             return emit_kgopt(self.chain, call_now, x, x.dim(), None, args)  # type: ignore[no-any-return]
 
-        forward.offer(y, y, again, (x, n.weight, n.bias))
+        forward.offer(y, y, again, (forward.found(x) or x, n.weight, n.bias))
 
     def _call_fused(self, _: Any, *args: Any) -> Tensor:
         return self.fused(*args)  # type: ignore[misc,no-any-return]
@@ -261,10 +271,11 @@ class Site:
             y = op(*args)
             return y if y.is_contiguous() or keeps_format(norm) else as_torch(self.chain, x, y)
         of_x = forward.found(x)
+        # The node keeps five tensors, and each call of a hook costs microseconds.
         y = recompute.without_hooks(op, *args) if of_x is None else op(*args)
         z = y if y.is_contiguous() or keeps_format(norm) else as_torch(self.chain, x, y)
         if y.dtype is x.dtype:  # autocast would make y of a float32 copy of x
-            forward.offer(z, y, _norm_again(groups, eps, act), (x, weight, bias))
+            forward.offer(z, y, _norm_again(groups, eps, act), (of_x or x, weight, bias))
         return z
 
     def _run_short(self, x: Tensor, norm: Any, half: bool) -> Tensor:
@@ -278,11 +289,13 @@ class Site:
             return _group_norm_moments(x, moments, *rest)  # type: ignore[no-any-return]
         return _group_norm(x, *rest)  # type: ignore[no-any-return]
 
-    def run_added(self, norm: Any, x: Tensor, other: Any, act: str, prelu: Any = None) -> Tensor | None:
+    def run_added(
+        self, norm: Any, x: Tensor, other: Any, act: str, prelu: Any = None, begun: NormArgs | bool = True
+    ) -> Tensor | None:
         """``act(norm(x) + other)`` in one op, of a site of the norm alone that is :meth:`ready`.
 
-        ``prelu``: the nn.PReLU that act is. None where PyTorch's rules of sizes, dtypes and layouts have something to
-        do.
+        ``prelu``: the nn.PReLU that act is. ``begun``: by :meth:`begin`. None where PyTorch's rules of sizes, dtypes
+        and layouts have something to do.
         """
         if not is_plain(other) or other.shape != x.shape or other.device != x.device or not lies_as(other, x):
             return None
@@ -294,7 +307,7 @@ class Site:
             return None
         if half and "softplus" in act:
             return None
-        n = norm_args(norm, x)
+        n = begun if isinstance(begun, NormArgs) else norm_args(norm, x)
         if n is None:
             return None
         args: tuple[Any, ...] = (x, other, n.num_groups, n.weight, n.bias, n.eps, act)
@@ -318,11 +331,12 @@ class Site:
         forward = None if _is_compiling() else recompute.now()
         if forward is None:
             return op(*args)  # type: ignore[no-any-return]
-        y = forward.unhooked(op, *args)
+        of_x, of_other = forward.found(x), forward.found(other)
+        y = recompute.without_hooks(op, *args) if of_x is of_other is None else op(*args)
         # ReLU's sum is kept by its own gradient; that of a sum alone keeps no operand.
         if act != "relu" and y.dtype is x.dtype:
-            kept, more = ((x, n.weight, n.bias), (other,)) if act == "none" else ((x, n.weight, n.bias, other), ())
-            forward.offer(y, y, _sum_again(n.num_groups, n.eps, act), kept, more)
+            operands = of_x or x, n.weight, n.bias, of_other or other
+            forward.offer(y, y, _sum_again(n.num_groups, n.eps, act), operands, alone=act == "none")
         return y
 
     def may_modulate(self, norm: Any, x: Tensor, operand: Any) -> bool:

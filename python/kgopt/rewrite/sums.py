@@ -20,6 +20,7 @@ from kgopt import ops as ops
 from kgopt.rewrite import known, originals, watching
 from kgopt.rewrite.chain import PRELU, Chain
 from kgopt.rewrite.disguise import original_class
+from kgopt.rewrite.emit import NormArgs
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
@@ -78,23 +79,23 @@ def _upsample_linear(x: Tensor, residual: Tensor) -> Tensor:
 class LaterNorm(Later):
     """A norm that waits, with the activation that is known to follow."""
 
-    __slots__ = ("site",)
+    __slots__ = ("begun", "site")
 
-    def __init__(self, norm: Any, x: Any, site: Site) -> None:
+    def __init__(self, norm: Any, x: Any, site: Site, begun: NormArgs | bool) -> None:
         super().__init__(norm, x)
-        self.site = site
+        self.site, self.begun = site, begun
 
     def plus(self, other: Any, divisor: Any, act: str = "none", prelu: Any = None) -> Tensor | None:
         """Also the sum of one value a sample and channel."""
         if divisor is not None and not _is_one(divisor):
             return None
-        y = self.site.run_added(self.module, self.x, other, act, prelu)
+        y = self.site.run_added(self.module, self.x, other, act, prelu, self.begun)
         if y is None and self.site.may_modulate(self.module, self.x, other):
             y = self.site.run_modulated(self.module, self.x, None, other, act, prelu)  # one value a sample and channel
         return y
 
 
-_ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in ("group", "instance")}
+_ALONE = {kind: Site(Chain(kind), ("norm",), hands=True) for kind in ("group", "instance")}
 
 
 def _norm_later(norm: Any, x: Any) -> Any:
@@ -102,7 +103,8 @@ def _norm_later(norm: Any, x: Any) -> Any:
     site = _ALONE[kind_of(type(norm))]  # type: ignore[index]
     compiling = torch.compiler.is_compiling()
     may_wait = _adds_as_is() and (compiling or not watching.is_watched())
-    return LaterNorm(norm, x, site) if may_wait and site.ready(norm, x) else norm(x)
+    begun = site.begin(norm, x) if may_wait else False
+    return LaterNorm(norm, x, site, begun) if begun else norm(x)
 
 
 class Behind:

@@ -52,6 +52,7 @@ from kgopt.torch_private.modules import (
     MODULE_ATTRIBUTES,
     MODULE_METHODS,
     MODULES_ARE_KNOWN,
+    current_graph_task,
     global_backward_hooks,
     global_backward_pre_hooks,
     global_forward_hooks,

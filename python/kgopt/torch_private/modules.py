@@ -126,6 +126,14 @@ _HAS_VERSION = (
 )
 
 
+current_graph_task: Callable[[], int] = private(  # which backward runs in this thread; -1: none
+    "torch._C._current_graph_task_id",
+    lambda: -1,
+    "a result that is computed again is computed for each of its readers",
+    lambda f: expect(f(), int),
+)
+
+
 _AUTOGRAD, _NO_HOOKS = "torch._C._autograd", "results of norms are not computed again in the backward, but kept"
 _saved_hooks = privates(
     (
