@@ -12,6 +12,7 @@ from torch import nn
 
 import kgopt
 from kgopt import accuracy
+from kgopt._layout import FORMATS
 from kgopt.cli.models import PIPELINES
 from kgopt.rewrite import clocks, emit, glue, layout, measuring, sites, training, whole
 from kgopt.rewrite.chain import Chain
@@ -332,3 +333,15 @@ def test_the_third_pipeline_stays_in_its_layout(h200):
     with torch.no_grad():
         model(x)
     assert h200[0] == 149e-6
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("sizes", [(40, 30), (9, 40, 26)], ids=["image", "volume"])
+def test_a_corner_lies_as_the_whole(sizes, last):
+    """The corner of a channels_last tensor was contiguous, which other kernels compute: the check saw none of ours."""
+    form = FORMATS[len(sizes) + 2] if last else torch.contiguous_format
+    x = torch.randn(2, 6, *sizes).contiguous(memory_format=form)
+    part = search.corner(x, [3] * len(sizes), [15] * len(sizes))
+    cut = tuple(slice(0, min(31, size)) for size in sizes)
+    assert torch.equal(part, x[(slice(0, 1), slice(None), *cut)])
+    assert part.is_contiguous(memory_format=form)

@@ -215,9 +215,10 @@ def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor, origina
 def corner(x: Tensor, kernel: Sequence[int] = (), dilation: Sequence[int] = ()) -> Tensor:
     """Of the first sample up to 24 positions of every dim, or as many as a kernel covers, in x's format."""
     covered = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)] or [0] * (x.dim() - 2)
+    form = format_of(x)
     for dim, least in enumerate(covered, 2):
         x = x.narrow(dim, 0, min(max(24, least), x.shape[dim]))
-    return x[:1].contiguous(memory_format=format_of(x))
+    return x[:1].contiguous(memory_format=form)
 
 
 def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
