@@ -294,9 +294,7 @@ class _Convolution:
         if not self.wanted or found is None:
             return 0.0
         (x, weight, bias), (name, transposed, stride, padding, dilation, output_padding, groups) = found
-        if weight.dim() != x.dim() or not (x.dtype is weight.dtype or torch.is_autocast_enabled(x.device.type)):
-            return 0.0
-        if bias is not None and bias.dtype is not weight.dtype:
+        if not training.suits(x, weight, bias):
             return 0.0
 
         def theirs(x: Tensor) -> Tensor:

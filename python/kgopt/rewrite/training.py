@@ -3,7 +3,8 @@ faster. Convolutions of captured graphs are judged by the same measurement (:mod
 
 A convolution, and a module whose own code calls ``F.interpolate`` or ``torch.cat``, gets a forward that times forward
 and backward of both ways at an input it has not seen, when :func:`kgopt.optimize` runs the example inputs of a model in
-training mode; afterwards it looks the verdict up. Inputs that were not measured run PyTorch's code.
+training mode; afterwards it looks the verdict up. Inputs that were not measured run PyTorch's code. A compiler
+gets the same op in the graph, where it won in every measurement of the module: compiled code serves many sizes.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from torch import Tensor, nn
 
 from kgopt import accuracy
 from kgopt import ops as ops
-from kgopt._layout import FORMATS, format_of
+from kgopt._layout import FORMATS, format_of, is_dense_channels_last
 from kgopt.rewrite import classes, clocks, joins, known, measuring, originals, recompute, verdicts, watching
 from kgopt.rewrite.classes import Part
-from kgopt.rewrite.glue.calls import CATS, interpolate_of
+from kgopt.rewrite.glue.calls import CATS, Call, interpolate_of
+from kgopt.rewrite.glue.kernels import cat_of_views, nearest_of_views
+from kgopt.rewrite.glue.plans import as_seen
 from kgopt.rewrite.glue.search import corner, innermost
 from kgopt.rewrite.meanings import CONV_MODULES, conv_of
-from kgopt.rewrite.modules import hides_parameters, is_own_conv
+from kgopt.rewrite.modules import guard_methods, hides_parameters, is_own_conv
 from kgopt.rewrite.watching import OwnMode
 from kgopt.rewrite.wrapped import Wrapped
 from kgopt.torch_private import has_backward_hooks, len_torch_function_stack
@@ -43,11 +46,27 @@ class TrainingState:
     enabled: bool = True
     measuring: bool = False
     ours: dict[Any, float] = field(default_factory=dict)  # by key_of: seconds of the GPU that it gains, 0 for PyTorch's
+    always: tuple[Any, ...] = ()  # for compiled code, which serves many sizes: what gained in every measurement
 
     @property
     def gain(self) -> float:
         """The most that a call gains."""
         return max(self.ours.values(), default=0.0)
+
+    def settle(self) -> None:
+        """Says for compiled code what was measured."""
+        found: dict[Any, bool] = {}
+        for (shape, stride, dtype, _, _, cast, _, *call), gain in self.ours.items():
+            is_contiguous = torch.empty_strided(shape, stride, device="meta").is_contiguous()
+            kind = call[0] if call else "conv", is_contiguous, cast or dtype
+            found[kind] = found.get(kind, True) and gain > 0
+        self.always = tuple(kind for kind, gains in found.items() if gains)
+
+    def gains(self, what: str, x: Tensor) -> bool:
+        """Whether "conv", "cat", "nearest" or "linear" gained in every measurement; traced code asks."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return (what, x.is_contiguous(), dtype) in self.always
 
     def __getstate__(self) -> dict[str, Any]:
         devices = verdicts.environments(device for _, _, _, device, *_ in self.ours)
@@ -57,6 +76,7 @@ class TrainingState:
         # Another machine is another measurement.
         ours = dict(state["ours"]) if verdicts.are_here(state.get("devices")) else {}
         self.__dict__.update(TrainingState(state["enabled"], ours=ours).__dict__)
+        self.settle()
 
 
 def runner_of(module: nn.Module) -> Callable[[Any, Tensor], Tensor] | None:
@@ -67,12 +87,19 @@ def runner_of(module: nn.Module) -> Callable[[Any, Tensor], Tensor] | None:
 
 def _convolve(conv: Any, x: Tensor) -> Tensor:
     parameters = conv._parameters
-    weight, bias = parameters["weight"], parameters["bias"]
-    if torch.is_autocast_enabled("cuda"):
-        x, weight, bias = ops.autocast_convolution(torch.get_autocast_dtype("cuda"), x, weight, bias)
+    weight, bias, device = parameters["weight"], parameters["bias"], x.device.type
+    if torch.is_autocast_enabled(device):
+        x, weight, bias = ops.autocast_convolution(torch.get_autocast_dtype(device), x, weight, bias)
     tail = (conv.output_padding, conv.groups, conv.dilation) if conv.transposed else (conv.dilation, conv.groups)
     y = _CONVS[conv_of(conv) or ""](x, weight, bias, conv.stride, conv.padding, *tail)
     return y  # type: ignore[no-any-return]
+
+
+def _emit(conv: Any, x: Tensor) -> Tensor:
+    """:func:`_convolve` where a compiler looks on: autocast and autograd are the op's own."""
+    guard_methods(conv)
+    geometry = conv.stride, conv.padding, conv.dilation, conv.output_padding, conv.groups
+    return Call("conv", (conv_of(conv), conv.transposed, *geometry), as_seen(x), (conv.weight, conv.bias)).run("auto")
 
 
 _CONVS = {name: ops.direct(name) for name in CONV_MODULES.values()}
@@ -86,11 +113,16 @@ def _takes(module: Any, x: Any) -> bool:
     if "weight" not in parameters or "bias" not in parameters or hides_parameters(module):  # pruned, parametrized
         return False
     weight, bias = parameters["weight"], parameters["bias"]
-    if x.dim() != len(module.kernel_size) + 2 or type(weight) is not nn.Parameter or weight.device != x.device:
+    if type(weight) is not nn.Parameter or weight.device != x.device:
         return False
-    if bias is not None and (type(bias) is not nn.Parameter or bias.dtype is not weight.dtype):
+    return (bias is None or type(bias) is nn.Parameter) and suits(x, weight, bias)
+
+
+def suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether kgopt's op takes samples and parameters that PyTorch's convolution takes."""
+    if x.dim() != weight.dim() or (bias is not None and bias.dtype is not weight.dtype):
         return False
-    return x.dtype is weight.dtype or torch.is_autocast_enabled("cuda")
+    return x.dtype is weight.dtype or torch.is_autocast_enabled(x.device.type)
 
 
 def _is_plain(x: Any) -> bool:
@@ -99,8 +131,9 @@ def _is_plain(x: Any) -> bool:
 
 def key_of(x: Tensor) -> Any:
     """What a verdict holds for."""
-    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, cast, bool(ops.conv_tf32_allowed())
+    device = x.device
+    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return x.shape, x.stride(), x.dtype, device, x.requires_grad, cast, bool(ops.conv_tf32_allowed())
 
 
 def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,6 +141,9 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def training_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            ours = len(args) == 1 and not kwargs and _compiles(self, args[0])
+            return _emit(self, args[0]) if ours else forward(self, *args, **kwargs)
         if len(args) != 1 or kwargs or (state := _state_now(self)) is None:
             return forward(self, *args, **kwargs)
         return watching.outside_own_modes(_run, state, forward, self, args[0])
@@ -120,6 +156,12 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def training_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            state = _state_compiled(self)
+            if state is None or not state.always:
+                return forward(self, *args, **kwargs)
+            with _LookCompiled(state):
+                return forward(self, *args, **kwargs)
         state = _state_now(self)
         if state is None:
             return forward(self, *args, **kwargs)
@@ -136,6 +178,22 @@ def _state_now(module: Any) -> TrainingState | None:
     if state is None or not state.enabled or len_torch_function_stack() > watching.own_modes.count:
         return None
     return state
+
+
+def _state_compiled(module: Any) -> TrainingState | None:
+    """The same of a call that a compiler looks at."""
+    state: TrainingState | None = known.get(module, "training")
+    if state is None or not state.enabled or not torch.is_grad_enabled():
+        return None
+    return None if watching.wants_torch() or watching.is_foreign_mode() else state
+
+
+def _compiles(conv: Any, x: Any) -> bool:
+    """Whether a compiled convolution is kgopt's."""
+    state = _state_compiled(conv)
+    if state is None or not _is_plain(x) or not state.gains("conv", x):
+        return False
+    return _takes(conv, x) and runner_of(conv) is not None
 
 
 def _run(state: TrainingState, forward: Callable[..., Any], conv: Any, x: Any) -> Any:
@@ -209,12 +267,40 @@ class _Look(OwnMode):
         return func(*args, **kwargs)  # type: ignore[no-any-return]
 
 
+class _LookCompiled(OwnMode):
+    """In compiled code: what gained, and of channels_last tensors in their format.
+
+    The compiler's own upsampling and concatenation of volumes give contiguous tensors, which the next convolution has
+    converted. What is left of the gain without that is the compiler's.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        super().__init__()
+        self.state = state
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in CATS:
+            tensors = joins.tensors_of(_is_plain, args, kwargs)
+            if tensors is not None and self.state.gains("cat", tensors[0]):
+                return cat_of_views(tensors)
+        elif func is _INTERPOLATE and (found := _interpolate_of(args, kwargs)) is not None:
+            kind, factors, x = found
+            if self.state.gains(kind, x):
+                if kind == "linear":
+                    return _upsample(kind, factors, as_seen(x))
+                if is_dense_channels_last(x):
+                    x = x.float() if torch.is_autocast_enabled(x.device.type) else x
+                    return nearest_of_views(x, factors)
+        return func(*args, **kwargs)
+
+
 def _interpolate_of(args: Any, kwargs: Any) -> Any:
     return interpolate_of(lambda x: _is_plain(x) and x.dim() in FORMATS, *args, **kwargs)
 
 
 def _upsample(kind: str, factors: tuple[int, ...], x: Tensor) -> Tensor:
-    if torch.is_autocast_enabled("cuda"):
+    if torch.is_autocast_enabled(x.device.type):
         x = x.float()  # as autocast has it
     return _OPS.upsample_linear(x) if kind == "linear" else _OPS.upsample_nearest(x, list(factors))  # type: ignore[no-any-return]
 
@@ -376,6 +462,7 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
     finally:
         for module in modules_of(root):
             state_of(module).measuring = False
+            state_of(module).settle()
     forget(root, lambda module: not any(state_of(module).ours.values()))
     return len(modules_of(root))
 

@@ -80,6 +80,13 @@ def cat_channels_last(tensors: Sequence[Tensor], dim: int = 1) -> Tensor:
     return out
 
 
+def cat_of_views(tensors: Sequence[Tensor], dim: int = 1) -> Tensor:
+    """:func:`cat_channels_last` as views and PyTorch's own, for a compiler, whose result keeps the format."""
+    last = tensors[0].dim() - 1
+    dim = {0: 0, 1: last}.get(dim, dim - 1)
+    return torch.cat([t.movedim(1, -1) for t in tensors], dim).movedim(-1, 1)
+
+
 def dense_channels_last(x: Tensor) -> Tensor:
     """A copy of a tensor whose channels lie side by side, dense, in channels_last."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=FORMATS[x.dim()])

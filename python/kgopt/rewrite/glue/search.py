@@ -18,7 +18,7 @@ from kgopt.rewrite import classes, clocks, known, originals, verdicts, watching
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue.calls import CATS, FUNCTIONS, INTERPOLATE, Call, recognize, upsampled
-from kgopt.rewrite.glue.kernels import nearest_of_views
+from kgopt.rewrite.glue.kernels import cat_of_views, nearest_of_views
 from kgopt.rewrite.glue.later import Upsampled, finding
 from kgopt.rewrite.glue.plans import GlueState, conv_forward
 from kgopt.rewrite.meanings import CONV_MODULES
@@ -68,8 +68,7 @@ class _Upsample(OwnMode):
                 if call.kind == "nearest" and "nearest" in self.kinds:
                     return nearest_of_views(call.x, call.argument)
                 if call.kind == "cat" and call.x.dim() == 5 and "nearest" in self.kinds:
-                    dim = (0, 4, 1, 2, 3)[call.argument[0]]  # of tensors whose innermost dim is their last
-                    return torch.cat([t.movedim(1, -1) for t in (call.x, *call.more)], dim).movedim(-1, 1)
+                    return cat_of_views((call.x, *call.more), call.argument[0])
         return func(*args, **kwargs)
 
 
