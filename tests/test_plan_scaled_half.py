@@ -1,4 +1,4 @@
-"""The bound by which scaled fp16 scales a channel, from the ends of its range, through the developer module kgopt_dev."""
+"""The bound by which scaled fp16 scales a channel, from the ends of its range, through the module kgopt_dev."""
 
 from __future__ import annotations
 
