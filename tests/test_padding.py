@@ -335,6 +335,7 @@ def test_other_paddings():
         ((1, 1, 1, 1), "constant", 1.0),
         ((1, 1, -1, 1), "constant", None),
         ((1, 0, 1, 0), "constant", 0),
+        ((1, 1, 1, 1), "constant", torch.zeros(())),
         ((1, 1, 1, 1, 1, 1), "constant", 0),
     ):
         fast.pad, fast.mode, fast.value = pad, mode, value
