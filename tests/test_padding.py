@@ -407,10 +407,12 @@ def test_undone_pickled_excluded():
     kgopt.optimize(model, exclude="1")
     x = draw(1, 4, 3, 5, 5)
     assert [pads(m, x) for m in model] == [0, 1]
+    assert "padding: of 1 module waits" in str(kgopt.report(model))
     again = pickle.loads(pickle.dumps(model[0]))
     assert pads(again, x) == 0
     kgopt.restore(model)
     assert type(model[0]) is Cached
+    assert "_kgopt" not in model[0].__dict__
     assert pads(model[0], x) == 1
 
 
