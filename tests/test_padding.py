@@ -14,6 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import kgopt
+from kgopt import accuracy
 from kgopt._layout import FORMATS, is_dense_channels_last
 from kgopt.rewrite import padding, watching
 from kgopt.rewrite.disguise import original_class
@@ -335,6 +336,7 @@ def test_other_paddings():
         ((1, 1, 1, 1), "constant", 1.0),
         ((1, 1, -1, 1), "constant", None),
         ((1, 0, 1, 0), "constant", 0),
+        ((1, 1, 1, 1), "constant", torch.zeros(())),
         ((1, 1, 1, 1, 1, 1), "constant", 0),
     ):
         fast.pad, fast.mode, fast.value = pad, mode, value
@@ -406,10 +408,12 @@ def test_undone_pickled_excluded():
     kgopt.optimize(model, exclude="1")
     x = draw(1, 4, 3, 5, 5)
     assert [pads(m, x) for m in model] == [0, 1]
+    assert "padding: of 1 module waits" in str(kgopt.report(model))
     again = pickle.loads(pickle.dumps(model[0]))
     assert pads(again, x) == 0
     kgopt.restore(model)
     assert type(model[0]) is Cached
+    assert "_kgopt" not in model[0].__dict__
     assert pads(model[0], x) == 1
 
 
@@ -419,3 +423,25 @@ def test_compiled_by_others():
     fast, x = optimized(model), draw(1, 4, 3, 5, 5)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(fast, backend="eager", fullgraph=True)(x, x), model(x, x))
+
+
+@pytest.mark.gpu
+@forms
+@layouts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(form, channels_last, dtype):
+    """As accurate as PyTorch's, in the same format; also by way of kgopt's kernels where they are faster."""
+    model = build(form).cuda()
+    given = copy.deepcopy(model).to(dtype)
+    if channels_last:
+        given = given.to(memory_format=torch.channels_last_3d if form is not Image else torch.channels_last)
+    x, cache = (draw(1, 4, n, 96, 80, channels_last=channels_last, dtype=dtype).cuda() for n in (4, 2))
+    measured = kgopt.optimize(copy.deepcopy(given), (x, cache), channels_last=False, cuda_graph=False)
+    for fast, frames, front in itertools.product((optimized(given), measured), (1, 4), (None, cache)):
+        part = x[:, :, :frames]
+        with torch.no_grad(), accuracy.no_autotuning():
+            exact = model(part.double(), None if front is None else front.double())
+            expected, actual = given(part, front), fast(part, front)
+        assert is_dense_channels_last(actual) == is_dense_channels_last(expected)
+        allowed = accuracy.allowed(dtype, accuracy.relative_error(expected, exact))
+        assert accuracy.relative_error(actual, exact) <= allowed

@@ -204,7 +204,10 @@ def report_of(model: nn.Module) -> Report:
     rows = [_measured_row(row, modules.get(row.path)) for row in found.sites]
     graph = graphs.text_of(root)
     graph = found.graph if graph is None else graph
-    return replace(found, sites=rows, graph=graph, recompute=forgetful.text_of(root, found.recompute))
+    count = sum(bool(known.get(m, "pads")) for m in root.modules())
+    padding = f"of {count} module{'s' * (count > 1)} waits for the convolution behind it" if count else ""
+    recompute = forgetful.text_of(root, found.recompute)
+    return replace(found, sites=rows, padding=padding, graph=graph, recompute=recompute)
 
 
 def _measured_row(row: SiteRow, norm: nn.Module | None) -> SiteRow:
@@ -332,6 +335,8 @@ def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow], excluded: bool)
         return
     recipe, found, refused = source.analyze(parent, cls)
     failed = classes.give(parent, cls, (("source", recipe),)) if recipe else ""
+    if any(in_method.pads for in_method in found) and not failed:
+        known.put(parent, pads=True)
     for in_method in found:
         for path, chains in in_method.chains.items():
             row = rows.get(id(child_at(parent, path)))

@@ -27,6 +27,7 @@ class Known:
     recompute: Any = None  # recompute.Recompute: of a root whose norms' results the backward computes again
     keeps: bool = False  # of every module in such a model: channels_last stays what it is
     report: Any = None  # reporting.Report: of a root
+    pads: bool = False  # of a module in whose code padding or joins wait for a convolution
 
     def __reduce__(self) -> Any:
         return Known, tuple(getattr(self, name) for name in NAMES)

@@ -163,11 +163,11 @@ def _of_pad(x: Any, pad: Any, mode: Any = "constant", value: Any = None) -> _Fou
     if ends is None:
         return None
     before, after = ends
-    if mode == "replicate" and not waits and len(before) == 3 and not any(before[1:] + after[1:]):
+    if mode == "replicate" and not waits and len(pad) == 6 and not any(pad[:4]):
         first, last = (x.narrow(_TIME, at, 1) for at in (0, x.shape[_TIME] - 1))
         front, behind = ([t.expand(-1, -1, n, -1, -1)] if n else [] for t, n in ((first, before[0]), (last, after[0])))
         return [*front, x, *behind], _NO_ZEROS, _NO_ZEROS
-    if mode != "constant" or not (value is None or value == 0):
+    if mode != "constant" or not (value is None or (type(value) in (int, float) and value == 0)):
         return None
     if waits and (any(x.before) or any(x.after)):
         before, after = (tuple(map(sum, zip(*n, strict=True))) for n in ((before, x.before), (after, x.after)))

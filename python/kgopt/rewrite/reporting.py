@@ -38,6 +38,7 @@ class Report:
     sites: list[SiteRow] = field(default_factory=list)
     layout: str = ""  # "channels_last, 3.1 ms instead of 4.0 ms", "as it was: ..."
     glue: str = ""  # what became of the rest: convolutions, upsampling, pooling, padding
+    padding: str = ""  # how many modules' padding, or frames in front, wait for a convolution in inference
     accuracy: str = ""  # of the model's output on the example inputs
     whole: str = ""  # where layout and glue come from: "measured", or "known" from an equal model
     clock: str = ""  # of a call of the whole model, as it is and as it came
@@ -71,6 +72,7 @@ class Report:
         known = f" ({self.whole})" if self.whole else ""
         lines += [f"layout: {self.layout}{known if 'ms' in self.layout else ''}"] if self.layout else []
         lines += [f"between the norms: {self.glue}{known if 'ms' in self.glue else ''}"] if self.glue else []
+        lines += [f"padding: {self.padding}"] if self.padding else []
         lines += [f"whole model: {self.clock}"] if self.clock else []
         lines += [f"computed again in the backward: {self.recompute}"] if self.recompute else []
         lines += [f"CUDA graphs: {self.graph}"] if self.graph else []

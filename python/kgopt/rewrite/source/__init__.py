@@ -95,7 +95,7 @@ def _rewrite(method: Method) -> Found:
     sums = Sums(method)
     sums.run(method.tree.body)
     Upsamplings(method).run()
-    Paddings(method).run()
+    found.pads = Paddings(method).run()
     sums.activate(method.tree.body)
     for path, chain in (*modulations.chains(), *sums.chains()):
         found.chains.setdefault(path, []).append(chain)

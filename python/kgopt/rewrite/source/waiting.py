@@ -51,8 +51,8 @@ class Waiting(ABC):
         """What the site is told in front of the convolution."""
         return []
 
-    def run(self) -> None:
-        """Writes them. What else is written into a method stands there already."""
+    def run(self) -> bool:
+        """Writes them; whether there are any. What else is written into a method stands there already."""
         body = self.method.tree.body
         passes: dict[int, tuple[ast.stmt, ast.Call | None]] = {}
         stops: dict[tuple[int, str], _Stop] = {}
@@ -81,8 +81,10 @@ class Waiting(ABC):
         for (_, name), (block, before, given) in stops.items():
             made = call_of(self.name, "now" if len(given) == 1 else "beside", given, before)
             block.insert([s is before for s in block].index(True), assign(name, made, before))
-        if self.begun or inner:
+        has_any = bool(self.begun or inner)
+        if has_any:
             self.method.sites[self.name] = self.site()
+        return has_any
 
     def _begin(self, call: Any) -> ast.Call:
         first = [self._begin(a) if self.begins(a) else a for a in call.args[:1]]
