@@ -296,7 +296,8 @@ class Check:
         groups = self._case["args"]["groups"]
         of_channels = weight.detach().double().unflatten(0, (groups, -1)).transpose(1, 2)  # [group, channel, c_in, *]
         bad = ~of_channels.flatten(2).isfinite().all(2)
-        spread = torch.where(bad[(..., *[None] * (weight.dim() - 1))], math.nan, of_channels)
+        bad = bad.reshape(*bad.shape, *[1] * (weight.dim() - 1))
+        spread = torch.where(bad, math.nan, of_channels)
         exact = self._exact(weight=spread.transpose(1, 2).flatten(0, 1))[at]
         if exact is None:
             return False
