@@ -162,9 +162,9 @@ def _parse_one(one: str, act: str) -> Act:
 
 
 def _refusal(name: str, parameters: tuple[float, ...]) -> str:
-    if any([p != p for p in parameters]):  # numbers that Dynamo traces know no isnan
+    if any(map(math.isnan, parameters)):
         return "numbers that are not NaN"
-    if any([abs(p) == math.inf for p in parameters]) and name not in ("clamp", "hardtanh"):
+    if any(map(math.isinf, parameters)) and name not in ("clamp", "hardtanh"):
         return "finite numbers"
     if name == "hardtanh" and parameters[0] > parameters[1]:
         return "min_val up to max_val"
