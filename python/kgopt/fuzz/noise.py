@@ -258,6 +258,9 @@ class NoisySteps(TorchFunctionMode):
             x = self._round(args[0], n.inner)
             y = _OfResult.apply(x, func, _SLOPES[func], n.inner, n.floor, self._generator)
             return self._round(y, n.step)
+        if func is F.tanhshrink:  # near zero all of tanh's rounding is left of the difference
+            x = self._round(args[0], n.inner)
+            return self._round(x - self._round(torch.tanh(x), n.inner), n.step)
         if func in _ROUNDED:
             args = tuple(self._round(a, n.inner) for a in args)
             return self._round(func(*args, **kwargs), n.step)

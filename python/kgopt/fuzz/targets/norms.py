@@ -117,9 +117,9 @@ def _group_norm_scale_shift() -> Target:
         8,
         _scale_shift_draw,
         lambda case: f"kgopt.functional.group_norm({norm_text(case, 'eps', 'act')}, {_scaled(case)})",
-        lambda case: (
+        lambda case: (  # scale and shift may have any floating dtype, which PyTorch's products would promote to
             f"{REF}.group_norm_scale_shift_ref({norm_text(case)}, eps={case['args']['eps']!r}, "
-            f"act={case['args']['act']!r}, {_scaled(case)})"
+            f"act={case['args']['act']!r}, {_scaled(case)}).to(x.dtype)"
         ),
         ("functional",),
         grads=("x", "weight", "bias", "scale", "shift"),
