@@ -193,8 +193,8 @@ def test_gpu_keeps_what_is_not_finite(tf32):
     weight[5, 1, 1, 1] = math.nan
     y = OPS.group_norm_conv(x, None, 0, None, None, 0.0, "none", weight, None, None, *geometry, backend=BACKEND)
     torchs = torch.convolution(x, weight, None, *geometry[:3], False, geometry[3], 1)
-    assert torch.equal(y.isfinite(), torchs.isfinite())
-    assert torch.equal(y.isnan(), torchs.isnan())
+    for places in (torch.isnan, torch.isposinf, torch.isneginf):  # of cuDNN's fp16 some are its largest number
+        assert torch.equal(places(y), places(torchs))
 
 
 @pytest.mark.gpu
