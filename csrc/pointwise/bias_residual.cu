@@ -6,10 +6,7 @@
 namespace kgopt {
 namespace {
 
-// With kScaled it reads fp16 values that are too large by a power of two a channel. Finite ones are below 2^15
-// (scaled_half.h): libraries' kernels may give fp16's largest number where the result is infinite.
-constexpr float kBeyondScaled = 0x1.8p15f;
-
+// With kScaled it reads fp16 values that are too large by a power of two a channel.
 template <typename T, bool kResidual, Chain kAct, bool kScaled>
 struct AddBias {
   using Element = T;
@@ -38,10 +35,7 @@ struct AddBias {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       acc_t<T> value = y[j];
-      if constexpr (kScaled) {
-        if (fabsf(value) > kBeyondScaled) value = copysignf(INFINITY, value);
-        value = value * coef(j).factors.x * coef(j).factors.y;
-      }
+      if constexpr (kScaled) value = value * coef(j).factors.x * coef(j).factors.y;
       out[j] = (value + coef(j).bias + (kResidual ? residual[j] : acc_t<T>(0))) * scale;
     }
     if constexpr (kAct == Chain::kRelu) {

@@ -12,13 +12,10 @@ constexpr int kVector = walk_size(sizeof(float));
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= FLT_MAX; }
 
-// Of values that are not zero none becomes zero in fp16: times an infinity that would be NaN.
-__device__ __forceinline__ float above_zero(float x) {
-  constexpr float kLeast = 0x1p-24f;
-  return x != 0.f && fabsf(x) < kLeast ? copysignf(kLeast, x) : x;
-}
+// cuDNN's fp16 kernels keep every NaN, and lose some infinities.
+__device__ __forceinline__ float or_nan(float x) { return is_finite(x) ? x : NAN; }
 
-// Moments, and the range of the finite values: what is Inf or NaN stays that in fp16, whatever the scale.
+// Moments, and the range of the finite values.
 struct RangeReducer {
   using Element = float;
   static constexpr int kInputs = 1, kValues = 5;
@@ -139,7 +136,7 @@ __global__ void __launch_bounds__(256) scaled_weights_kernel(const __grid_consta
   const int power = sum > 0 ? max(-250, min(250, kScaledWeightBits - 1 - ilogb(sum))) : 0;
   const double unit = ldexp(1., power);
   for_each([&](int64_t at, int64_t c, float w) {
-    to[at] = __float2half_rn(above_zero(static_cast<float>(w * p.inverse[c] * unit)));
+    to[at] = __float2half_rn(or_nan(static_cast<float>(w * p.inverse[c] * unit)));
   });
   if (threadIdx.x == 0) {
     p.factors[2 * blockIdx.x] = ldexpf(1.f, -(power / 2));
@@ -185,7 +182,7 @@ struct RoundScaled {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       const float scaled = y[j] * coef(j).scale;
-      y[j] = above_zero(kAct == Chain::kAny ? below_bound(scaled) : scaled);
+      y[j] = or_nan(kAct == Chain::kAny ? below_bound(scaled) : scaled);
     }
   }
 };
