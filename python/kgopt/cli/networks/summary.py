@@ -43,9 +43,9 @@ class ZooCase:
 
     @property
     def ratio(self) -> float | None:
-        """The time of the best of eager and compile over the best of ours."""
+        """The time of the best of eager and compile over the best of ours; None where nobody tried to compile."""
         theirs, ours = self.best(EAGER + COMPILE), self.best(OURS)
-        return theirs[1] / ours[1] if theirs and ours else None
+        return theirs[1] / ours[1] if theirs and ours and not self.rows.keys().isdisjoint(COMPILE) else None
 
     @property
     def over_eager(self) -> float | None:
@@ -153,13 +153,14 @@ def means(cases: Sequence[ZooCase]) -> list[str]:
         some = [case for case in cases if (case.training, case.name.startswith("drawn ")) == (training, drawn)]
         best = [case.ratio for case in some if case.ratio]
         eager = [case.over_eager for case in some if case.over_eager]
-        if best or eager:
-            texts = [f"{m:.2f}" if (m := geometric_mean(v)) else "-" for v in (best, eager)]
+        parts = []
+        if (mean := geometric_mean(best)) is not None:
+            parts.append(f"{mean:.2f} times faster than the best of eager and compile ({len(best)} cases)")
+        if (mean := geometric_mean(eager)) is not None:
+            parts.append(f"optimize {mean:.2f} times faster than eager ({len(eager)})")
+        if parts:
             flagged = sum(bool(case.flags) for case in some)
-            lines.append(
-                f"{name}: {texts[0]} times faster than the best of eager and compile ({len(best)} cases), "
-                f"optimize {texts[1]} times faster than eager ({len(eager)}); {flagged} of {len(some)} flagged"
-            )
+            lines.append(f"{name}: {', '.join(parts)}; {flagged} of {len(some)} flagged")
     return lines
 
 
