@@ -369,13 +369,16 @@ def test_version_and_lazy_modules():
 
 
 def test_import_is_quick():
-    """In time of the processor, which other processes do not make longer; 70 ms where this was written."""
-    code = "import torch, time; t = time.process_time(); import kgopt; print(time.process_time() - t)"
-    times = [
+    """Beside PyTorch's own, in time of the processor: 70 ms, a twentieth of that, where this was written."""
+    code = (
+        "import time; a = time.process_time(); import torch; b = time.process_time(); import kgopt;"
+        " print((time.process_time() - b) / (b - a))"
+    )
+    shares = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
         for _ in range(3)
     ]
-    assert min(times) < 0.1, times
+    assert min(shares) < 0.07, shares
 
 
 def test_modes_and_subclasses_see_the_op():

@@ -20,7 +20,7 @@ from kgopt.rewrite.padding import without_idle_taps
 from kgopt.torch_private import nn_functions
 
 _CONVS: dict[Any, int] = {f: rank for f, rank in ((torch.conv2d, 2), (torch.conv3d, 3)) if originals.is_torchs(f)}
-_PADS = tuple(f for f in (PAD, nn_functions.pad) if originals.is_torchs(f))
+_PADS = tuple(f for f in (PAD, getattr(nn_functions, "pad", PAD)) if originals.is_torchs(f))
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 

@@ -116,12 +116,10 @@ class _Recipe:
             held = self.held = None
         if is_operand:
             return self._computed() if held is None else held.y
-        if held is None:
-            y = self._computed()
-            held = _Held(y, version_of(y), backward, self.slots)
-        more = held.left > 1 and held.version is not None
-        self.held = held._replace(left=held.left - 1) if more else None
-        return held.y
+        y, left = (self._computed(), self.slots) if held is None else (held.y, held.left)
+        version = version_of(y)
+        self.held = _Held(y, version, backward, left - 1) if left > 1 and version is not None else None
+        return y
 
     def _computed(self) -> Tensor:
         y = self.again(*[None if o is None else _value(o, True) for o in self.operands])
