@@ -88,6 +88,8 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def("logsumexp_backward(Tensor dy, Tensor x, Tensor y, int[1] dim, bool keepdim=False) -> Tensor");
   m.def("mean(Tensor x, int[1] dims, bool keepdim=False) -> Tensor");
   m.def("mean_backward(Tensor dy, SymInt[] sizes, int[1] dims, bool keepdim=False) -> Tensor");
+  // softmax(x * scale) over the last dim, as dtype.
+  m.def("scaled_softmax(Tensor x, float scale, ScalarType dtype) -> Tensor");
 
   // What stands between norms and convolutions. conv_add: act((convolution + bias + residual) / divisor); with
   // moments: mean and variance of every channel, too;

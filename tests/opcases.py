@@ -88,6 +88,7 @@ def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=
         ("logsumexp", (x2, [1], True), {}),
         ("logsumexp_backward", (dlse, x2, lse, [1], True), {}),
         ("mean", (x2, [0, 2]), {}),
+        ("scaled_softmax", (x2, 0.5, x2.dtype), {}),
         ("mean_backward", (rand(4, 10), [2, 4, 9, 10], [0, 2]), {}),
         ("conv3d_group_norm_mean", (x3, w3, b, 3, gamma, beta), {}),
         ("conv3d_group_norm_mean_fwd", (x3, w3, b, 3, gamma, beta), {}),

@@ -215,6 +215,10 @@ def pointwise_cases() -> None:
         for dim in ([1], [3], [0, 2], [0, 1, 2, 3]):
             run(f"logsumexp {dtype} {dim}", x, call=lambda t, dim=dim: ops.logsumexp(t, dim, True))
             run(f"mean {dtype} {dim}", x, call=lambda t, dim=dim: ops.mean(t, dim, False))
+        for columns in (5, 1028):
+            x = tensor(3, columns, dtype=dtype)
+            call = lambda t: ops.scaled_softmax(t, 0.3, t.dtype)  # noqa: E731
+            run(f"scaled_softmax {dtype} {columns}", x, backward=False, call=call)
 
 
 def conv_cases() -> None:

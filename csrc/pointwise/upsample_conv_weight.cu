@@ -135,7 +135,7 @@ Status launch(const UpsampleConvWeightParams& p, cudaStream_t stream) {
   // GPU. Large kernels take fewer of both.
   const auto bytes = [&](int out, int in) { return taps * in * (out + 1) * static_cast<int64_t>(sizeof(acc_t<T>)); };
   a.tile_out = 32;
-  a.tile_in = 32;
+  a.tile_in = 8;
   while (a.tile_in > 1 && bytes(a.tile_out, a.tile_in) > kSmemBytes) a.tile_in /= 2;
   while (a.tile_out > 1 && bytes(a.tile_out, a.tile_in) > kSmemBytes) a.tile_out /= 2;
   const int64_t smem = bytes(a.tile_out, a.tile_in);

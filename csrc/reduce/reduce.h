@@ -15,6 +15,8 @@ Status run_norm_residual_logsumexp(const ReduceParams& p, const void* table, con
 Status run_mean(const ReduceParams& p, cudaStream_t stream);
 Status run_logsumexp_backward(const LogsumexpBackwardParams& p, cudaStream_t stream);
 Status run_mean_backward(const MeanBackwardParams& p, cudaStream_t stream);
+// y = softmax(x * scale) of each row.
+Status run_scaled_softmax(const SoftmaxParams& p, cudaStream_t stream);
 // Sets the blocks. False where the kernel does not take x: no whole vectors of 16 bytes, over 256 of them, or float64.
 bool plan_channel_sums(ChannelSumsParams* p, int sm_count);
 Status run_channel_sums(const ChannelSumsParams& p, cudaStream_t stream);

@@ -77,6 +77,24 @@ Tensor mean_backward(Tensor dy, IntArray sizes, IntArray dims, bool keepdim) {
   return reduce_unpermute(dx, s);
 }
 
+Tensor scaled_softmax(Tensor x, double scale, ScalarType dtype) {
+  const char* const op = "scaled_softmax";
+  SoftmaxParams p;
+  p.to = check_softmax(op, x, dtype);
+  p.dtype = check_dtype(op, "x", x);
+  const DeviceGuard guard(x.get_device_index());
+  p.smem_bytes = check_gpu(op, x).smem_per_block - 1024;  // the kernel has a little of its own
+  const Tensor dense = aligned(dense_in(x, MemoryFormat::Contiguous));
+  Tensor y = empty_like_shape(x, sizes_of(x), dtype);
+  p.x = dense.const_data_ptr();
+  p.y = y.mutable_data_ptr();
+  p.scale = scale;
+  p.columns = x.size(x.dim() - 1);
+  p.rows = p.columns ? x.numel() / p.columns : 0;
+  raise_on_error(op, run_scaled_softmax(p, stream_of(x)));
+  return y;
+}
+
 }  // namespace
 
 Tensor rounded_cuda(const char* op, const void* values, const IntArray& sizes, const Tensor& like) {
@@ -99,4 +117,5 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("logsumexp_backward", TORCH_BOX(&kgopt::logsumexp_backward));
   m.impl("mean", TORCH_BOX(&kgopt::mean));
   m.impl("mean_backward", TORCH_BOX(&kgopt::mean_backward));
+  m.impl("scaled_softmax", TORCH_BOX(&kgopt::scaled_softmax));
 }

@@ -96,6 +96,17 @@ inline ReduceShape check_reduce(const char* op, const char* arg, const Tensor& x
   return check_reduce_sizes(op, arg, sizes_of(x), dims, keepdim, is_channels_last(x), max_groups);
 }
 
+// Of scaled_softmax: the dtype of its result.
+inline Dtype check_softmax(const char* op, const Tensor& x, ScalarType dtype) {
+  KGOPT_CHECK(x.dim() > 0, op, ": x is a scalar, expected at least 1 dimension");
+  const Dtype own = check_dtype(op, "x", x);
+  if (dtype == x.scalar_type()) return own;
+  KGOPT_CHECK(own == Dtype::kFloat32 && (dtype == ScalarType::Half || dtype == ScalarType::BFloat16), op, ": dtype is ",
+              scalar_type_name(dtype), ", expected that of x, ", scalar_type_name(x.scalar_type()),
+              own == Dtype::kFloat32 ? ", bfloat16 or float16" : "");
+  return dtype == ScalarType::Half ? Dtype::kFloat16 : Dtype::kBFloat16;
+}
+
 // x dense as the sections of s.
 inline Tensor reduce_input(const Tensor& x, const ReduceShape& s) {
   if (s.adjacent) return dense_in(x, s.format);

@@ -311,6 +311,37 @@ Tensor mean_backward(Tensor dy, IntArray sizes, IntArray dims, bool keepdim) {
   return reduce_unpermute(dx, s);
 }
 
+template <typename T>
+void softmax_rows(const Tensor& x, double scale, Tensor* y) {
+  const T* const from = static_cast<const T*>(x.const_data_ptr());
+  T* const to = static_cast<T*>(y->mutable_data_ptr());
+  const int64_t columns = x.size(x.dim() - 1);
+  const T factor = static_cast<T>(scale);
+  parallel(columns ? x.numel() / columns : 0, columns, [&](int64_t row) {
+    const T* const in = from + row * columns;
+    T* const out = to + row * columns;
+    T top = -std::numeric_limits<T>::infinity();
+    double sum = 0;
+    for (int64_t i = 0; i < columns; ++i) top = std::max(top, in[i] * factor);
+    for (int64_t i = 0; i < columns; ++i) {
+      out[i] = std::exp(in[i] * factor - top);
+      sum += out[i];
+    }
+    const T inverse = static_cast<T>(1 / sum);
+    for (int64_t i = 0; i < columns; ++i) out[i] *= inverse;
+  });
+}
+
+Tensor scaled_softmax(Tensor x, double scale, ScalarType dtype) {
+  check_softmax("scaled_softmax", x, dtype);
+  const bool wide = x.scalar_type() == ScalarType::Double;
+  const ScalarType type = wide ? ScalarType::Double : ScalarType::Float;
+  const Tensor dense = dense_in(x.scalar_type() == type ? x : torch::stable::to(x, type), MemoryFormat::Contiguous);
+  Tensor y = empty_like_shape(x, sizes_of(x), type);
+  wide ? softmax_rows<double>(dense, scale, &y) : softmax_rows<float>(dense, scale, &y);
+  return dtype == type ? y : torch::stable::to(y, dtype);
+}
+
 }  // namespace
 }  // namespace kgopt
 
@@ -319,4 +350,5 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("logsumexp_backward", TORCH_BOX(&kgopt::logsumexp_backward));
   m.impl("mean", TORCH_BOX(&kgopt::mean));
   m.impl("mean_backward", TORCH_BOX(&kgopt::mean_backward));
+  m.impl("scaled_softmax", TORCH_BOX(&kgopt::scaled_softmax));
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kgopt import ops
 
-__all__ = ["TINY", "allowed", "may_take_tf32", "no_autotuning", "relative_error", "round_tf32"]
+__all__ = ["TINY", "allowed", "may_multiply_in_tf32", "may_take_tf32", "no_autotuning", "relative_error", "round_tf32"]
 
 # A few roundings of the result, so that a PyTorch result that happens to be exact sets no bar of zero.
 TINY = {torch.float64: 5e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -61,6 +61,11 @@ def may_take_tf32(x: Tensor) -> bool:
         and not torch.is_autocast_enabled(x.device.type)
         and bool(ops.conv_tf32_allowed())
     )
+
+
+def may_multiply_in_tf32(x: Tensor) -> bool:
+    """Whether a product of matrices like x may take TF32: float32 on CUDA, and PyTorch's switch on."""
+    return x.dtype is torch.float32 and x.is_cuda and torch.backends.cuda.matmul.allow_tf32
 
 
 @contextlib.contextmanager

@@ -107,6 +107,7 @@ const char* scaled_half_refusal(const ConvArgs& a, const ConvShape& shape, const
   }
   if (shape.c_in % 8 != 0 || shape.c_out % 8 != 0) return "channels are no multiple of 8";
   if (shape.n * shape.c_in >= int64_t(1) << 32) return "too many samples and channels";
+  if (shape.kernel[0] * shape.kernel[1] * shape.kernel[2] > kScaledMostTaps) return "too many taps";
   return scaled_half_act_refusal(gn_act);
 }
 

@@ -117,16 +117,31 @@ __global__ void __launch_bounds__(128) input_scales_kernel(const __grid_constant
 // A block an output channel.
 __global__ void __launch_bounds__(256) scaled_weights_kernel(const __grid_constant__ ScaledHalfParams p) {
   __shared__ double shared[8];
-  const int64_t taps = p.kernel[0] * p.kernel[1] * p.kernel[2], count = taps * p.c;
+  __shared__ int64_t offsets[kScaledMostTaps];
+  const uint32_t taps = static_cast<uint32_t>(p.kernel[0] * p.kernel[1] * p.kernel[2]);
+  const uint32_t channels = static_cast<uint32_t>(p.c);
+  for (uint32_t tap = threadIdx.x; tap < taps; tap += blockDim.x) {
+    const uint32_t width = static_cast<uint32_t>(p.kernel[2]), height = static_cast<uint32_t>(p.kernel[1]);
+    const uint32_t x = tap % width, y = tap / width % height, z = tap / width / height;
+    offsets[tap] = z * p.w_stride_k[0] + y * p.w_stride_k[1] + x * p.w_stride_k[2];
+  }
+  __syncthreads();
   const float* const weight = p.weight + blockIdx.x * p.w_stride_out;
-  __half* const to = static_cast<__half*>(p.half_weight) + blockIdx.x * count;
-  const bool by_channel = p.w_stride_in == 1;  // reads are of neighbours either way
+  __half* const to = static_cast<__half*>(p.half_weight) + blockIdx.x * (int64_t(taps) * channels);
+  // Reads are of neighbours either way. Divided once: a division an element takes longer than all else.
+  const bool by_channel = p.w_stride_in == 1;
+  const uint32_t inner = by_channel ? channels : taps, outer = by_channel ? taps : channels;
+  const uint32_t inner_step = blockDim.x % inner, outer_step = blockDim.x / inner;
   const auto for_each = [&](auto&& use) {
-    for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
-      const int64_t tap = by_channel ? i / p.c : i % taps, c = by_channel ? i % p.c : i / taps;
-      const int64_t x = tap % p.kernel[2], y = tap / p.kernel[2] % p.kernel[1], z = tap / p.kernel[2] / p.kernel[1];
-      use(tap * p.c + c, c,
-          weight[c * p.w_stride_in + z * p.w_stride_k[0] + y * p.w_stride_k[1] + x * p.w_stride_k[2]]);
+    for (uint32_t i = threadIdx.x % inner, o = threadIdx.x / inner; o < outer;) {
+      const uint32_t tap = by_channel ? o : i, c = by_channel ? i : o;
+      use(int64_t(tap) * channels + c, c, weight[c * p.w_stride_in + offsets[tap]]);
+      i += inner_step;
+      o += outer_step;
+      if (i >= inner) {
+        i -= inner;
+        ++o;
+      }
     }
   };
   double sum = 0;

@@ -12,6 +12,7 @@ namespace kgopt {
 
 // fp16's subnormal spacing is 2^-24. Weights get more room than inputs: their sum is over all taps and channels.
 inline constexpr int kScaledInputBits = 4, kScaledWeightBits = 11;
+inline constexpr int kScaledMostTaps = 1024;
 
 // x is dense, channels innermost; all buffers are device memory.
 struct ScaledHalfParams {

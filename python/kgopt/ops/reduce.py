@@ -1,4 +1,4 @@
-"""logsumexp and mean."""
+"""logsumexp, mean, and softmax of scores of attention."""
 
 from __future__ import annotations
 
@@ -100,6 +100,10 @@ def _mean_backward_formula(dy: Tensor, sizes: Sequence[int], dims: Sequence[int]
     return (_kept(wide(dy), dims, len(sizes), keepdim) / count).to(dy.dtype).expand(list(sizes)).clone()
 
 
+def _scaled_softmax_formula(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    return torch.softmax(wide(x) * scale, -1).to(dtype)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # vmap and DTensor
 
@@ -140,6 +144,12 @@ def _dims(tensors: str, result: str) -> Callable[[dict[str, Any]], Dims]:
     return of
 
 
+def _softmax_dims(given: dict[str, Any]) -> Dims:
+    """All dims but the last one may be sharded."""
+    kept = LETTERS[: given["x"].dim() - 1]
+    return Dims((f"{kept}.",), (f"{kept}.",), kept)
+
+
 op = record("logsumexp", fake=_fake, formula=_logsumexp_formula)
 op.dims = _dims("x", "y")
 op.setup, op.backward = _logsumexp_setup, _logsumexp_gradient
@@ -158,3 +168,10 @@ op.vmap = _vmap(1)
 op = record("mean_backward", fake=lambda dy, sizes, dims, keepdim: empty(dy, sizes), formula=_mean_backward_formula)
 op.dims = _dims("y", "x")
 op.vmap = _vmap(1, sizes_at=1)
+
+op = record(
+    "scaled_softmax",
+    fake=lambda x, scale, dtype: empty(x, x.shape, dtype=dtype),
+    formula=_scaled_softmax_formula,
+)
+op.dims = _softmax_dims

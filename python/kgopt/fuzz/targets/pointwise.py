@@ -118,7 +118,29 @@ def _mean_backward() -> Target:
     )
 
 
+def _scaled_softmax() -> Target:
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        return {"x": d.tensor(any_shape(d, least=1))}, {
+            "scale": d.rng.choice([1.0, 0.05, 3.0, -0.5]),
+            "to": d.rng.choice(["bfloat16", "float16", ""]) if d.dtype == "float32" else "",
+        }
+
+    def to(case: Case) -> str:
+        return f"torch.{case['args']['to']}" if case["args"]["to"] else "x.dtype"
+
+    return Target(
+        "scaled_softmax",
+        2,
+        draw,
+        lambda case: f"torch.ops.kgopt.scaled_softmax(x, {case['args']['scale']!r}, {to(case)})",
+        lambda case: f"torch.softmax(x * {case['args']['scale']!r}, -1).to({to(case)})",
+        ("op",),
+        grads=(),  # by PyTorch's functions
+    )
+
+
 TARGETS = [
+    _scaled_softmax(),
     _activation(False),
     _activation(True),
     _reduction("logsumexp", "dim"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from kgopt.rewrite.meanings import conv_of
 
 _OPS = torch.ops.kgopt
 _LINEAR = {"linear": 3, "bilinear": 4, "trilinear": 5}
-INTERPOLATE, PAD = F.interpolate, F.pad  # as they are now: a user may replace them
+# As they are now: a user may replace them.
+INTERPOLATE, PAD, ATTENTION = F.interpolate, F.pad, F.scaled_dot_product_attention
 CATS = (torch.cat, torch.concat, torch.concatenate)
 _POOLS = {F.max_pool2d: 2, F.max_pool3d: 3}
 _CONVS: dict[Any, tuple[str, int, bool]] = {  # the op, dims, transposed
@@ -30,11 +32,11 @@ _CONVS: dict[Any, tuple[str, int, bool]] = {  # the op, dims, transposed
     torch.conv_transpose3d: ("conv_transpose3d", 3, True),
 }
 CONV_FUNCTIONS = {op: function for function, (op, _, _) in _CONVS.items()}
-FUNCTIONS = frozenset(f for f in (INTERPOLATE, PAD, *CATS, *_POOLS, *_CONVS) if originals.is_torchs(f))
+FUNCTIONS = frozenset(f for f in (INTERPOLATE, PAD, ATTENTION, *CATS, *_POOLS, *_CONVS) if originals.is_torchs(f))
 # By function: whether what it calls is PyTorch's own.
 _UNTOUCHED = {
     **{f: originals.untouched(*originals.of_function(f)) for f in (INTERPOLATE, PAD, *_POOLS)},
-    **dict.fromkeys((*CATS, *_CONVS), originals.untouched()),
+    **dict.fromkeys((ATTENTION, *CATS, *_CONVS), originals.untouched()),
 }
 # Channels of input or output, up to which kgopt's own convolution can be the faster one: in general, in channels_last.
 NARROW, NARROW_LAST = 32, 128
@@ -45,6 +47,9 @@ LARGEST_FACTOR = 8
 LARGEST_REPEATED = 2048
 # Taps times input channels, and output channels, from which fp16's rate can make up for the passes of scaled_half.
 WIDE_COLUMNS, WIDE = 512, 64
+# Channels of a head, up to which PyTorch has fast kernels for attention; products of queries and keys, below which
+# several launches cost more than they save.
+WIDEST_HEAD, MANY_SCORES = 256, 2**20
 FEW_COLUMNS = 40  # taps times output channels of group_norm_conv's kernel for few channels
 
 
@@ -71,6 +76,8 @@ class Call:
             return self._convolve(option or self.options[0])
         if self.kind == "upsampled":
             return kernels.upsampled_conv(option or self.options[0], self.x, *self.more, *self.argument[:3])
+        if self.kind == "attention":
+            return kernels.attention(self.x, *self.more, self.argument[0])
         if self.kind == "cat":
             return kernels.cat_channels_last((self.x, *self.more), self.argument[0])
         if self.kind == "nearest":
@@ -142,6 +149,8 @@ def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call 
             return _repeated(*args, **kwargs) if found is None else Call(*found)
         if func is PAD:
             return _pad(*args, **kwargs)
+        if func is ATTENTION:
+            return _attention(*args, **kwargs)
         if func in _POOLS:
             return _max_pool(_POOLS[func], *args, **kwargs)
         if func in _CONVS:
@@ -375,6 +384,38 @@ def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Cal
     if len(pad) != 2 * (input.dim() - 2) or any(not isinstance(p, int) or p < 0 for p in pad):
         return None
     return Call("replicate", tuple(pad), input)
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    *,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> Call | None:
+    """Of heads that are wider than PyTorch's fast kernels take, among many positions."""
+    if attn_mask is not None or dropout_p != 0 or is_causal or enable_gqa or type(scale) not in (float, int, NoneType):
+        return None
+    if not _takes(query) or query.dim() != 4 or not query.is_cuda or query.shape[3] <= WIDEST_HEAD:
+        return None
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    if not is_half and not accuracy.may_multiply_in_tf32(query):
+        return None
+    n, heads, length, channels = query.shape
+    for t in (key, value):
+        if type(t) is not Tensor or t.dim() != 4 or t.dtype is not query.dtype or t.device != query.device:
+            return None
+        if (torch.is_grad_enabled() and t.requires_grad) or t.shape[:2] != (n, heads) or t.shape[2] != key.shape[2]:
+            return None
+    if key.shape[3] != channels or length * key.shape[2] < MANY_SCORES or value.numel() == 0:
+        return None
+    factor = channels**-0.5 if scale is None else float(scale)
+    of_rest = key.shape, key.stride(), value.shape, value.stride()
+    return Call("attention", (factor, *of_rest), query, (key, value))
 
 
 def cat_of(takes: Callable[[Any], bool], args: Any, kwargs: Any) -> Call | None:

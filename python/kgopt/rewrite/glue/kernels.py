@@ -124,6 +124,38 @@ def scaled(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     return _OPS.group_norm_conv(*args, backend=ops.SCALED_HALF)  # type: ignore[no-any-return]
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """``F.scaled_dot_product_attention(q, k, v, scale=scale)`` by matrix products, some queries at a time.
+
+    q [N, H, L, E], k [N, H, S, E], v [N, H, S, V] on a CUDA device. PyTorch's fast kernels end at heads of 256
+    channels; beyond, its products run at a quarter of the rate of these. Scores are float32. They take as much memory
+    as the queries of ``_SCORES`` heads, at least 16 MiB.
+    """
+    (n, heads, length, _), keys, channels = q.shape, k.shape[2], v.shape[3]
+    y = torch.empty((n, length, heads, channels), dtype=q.dtype, device=q.device).transpose(1, 2)
+    room = max(_SCORES * q.numel() // (n * heads) * q.element_size(), 2**24)
+    rows = max(128, room // (keys * (4 + q.element_size())) // 128 * 128)
+    for i in range(n):
+        for j in range(heads):
+            transposed, values = k[i, j].t(), v[i, j]
+            for first in range(0, length, rows):
+                part = slice(first, min(first + rows, length))
+                scores = _product_in_fp32(q[i, j, part], transposed)
+                weights = _OPS.scaled_softmax(scores, scale, q.dtype)
+                del scores
+                torch.mm(weights, values, out=y[i, j, part])
+                del weights
+    return y
+
+
+_SCORES = 4
+
+
+def _product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
+    is_half = a.dtype in (torch.bfloat16, torch.float16)
+    return torch.mm(a, b, out_dtype=torch.float32) if is_half else torch.mm(a, b)
+
+
 _conv_add, _upsample_conv_weight = map(ops.without_grad, ("conv_add", "upsample_conv_weight"))
 
 

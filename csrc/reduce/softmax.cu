@@ -1,0 +1,112 @@
+// Softmax of scores of attention, rounded for the product behind it.
+#include <algorithm>
+
+#include "common/dtype.cuh"
+#include "common/launch.h"
+#include "reduce/reduce.h"
+
+namespace kgopt {
+namespace {
+
+constexpr int kSoftmaxThreads = 512;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Scores' largest value, and the sum of the exponentials of what the others are below it.
+template <typename Acc>
+struct SoftmaxState {
+  Acc top = -INFINITY, sum = 0;
+
+  __device__ __forceinline__ Acc shift() const { return top == Acc(-INFINITY) ? Acc(0) : top; }
+  __device__ __forceinline__ void raise(Acc to) {
+    if (!(to > top)) return;
+    if (sum != Acc(0)) sum *= exp(top - to);
+    top = to;
+  }
+  __device__ __forceinline__ void merge(SoftmaxState other) {
+    raise(other.top);
+    other.raise(top);
+    sum += other.sum;
+  }
+};
+
+// A block a row. Its first columns stay in shared memory; what does not fit is read twice.
+template <typename In, typename Out, int kVec>
+__global__ void __launch_bounds__(kSoftmaxThreads) scaled_softmax_kernel(const __grid_constant__ SoftmaxParams p) {
+  using Acc = acc_t<In>;
+  extern __shared__ __align__(16) unsigned char memory[];
+  In* const kept = reinterpret_cast<In*>(memory);
+  __shared__ SoftmaxState<Acc> shared[kSoftmaxThreads / 32];
+  const Acc scale = static_cast<Acc>(p.scale);
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    const In* const x = static_cast<const In*>(p.x) + row * p.columns;
+    Out* const y = static_cast<Out*>(p.y) + row * p.columns;
+    SoftmaxState<Acc> s;
+#pragma unroll 4
+    for (int64_t i = int64_t(threadIdx.x) * kVec; i < p.columns; i += kSoftmaxThreads * kVec) {
+      const Vec<In, kVec> loaded = load_vec<In, kVec>(x + i);
+      if (i < p.kept) store_vec(kept + i, loaded);  // the same thread reads it again
+      Acc v[kVec];
+      unpack(loaded, v);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) v[j] *= scale;
+      Acc largest = v[0];
+#pragma unroll
+      for (int j = 1; j < kVec; ++j) largest = v[j] > largest ? v[j] : largest;
+      s.raise(largest);
+      const Acc shift = s.shift();
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) s.sum += exp(v[j] - shift);
+    }
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) {
+      s.merge({__shfl_xor_sync(kAllLanes, s.top, mask), __shfl_xor_sync(kAllLanes, s.sum, mask)});
+    }
+    __syncthreads();  // the row before has been read
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = s;
+    __syncthreads();
+    s = shared[0];
+#pragma unroll
+    for (int w = 1; w < kSoftmaxThreads / 32; ++w) s.merge(shared[w]);
+    const Acc shift = s.shift(), factor = Acc(1) / s.sum;
+#pragma unroll 4
+    for (int64_t i = int64_t(threadIdx.x) * kVec; i < p.columns; i += kSoftmaxThreads * kVec) {
+      Acc v[kVec];
+      unpack(load_vec<In, kVec>((i < p.kept ? kept : x) + i), v);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) v[j] = exp(v[j] * scale - shift) * factor;
+      store_vec(y + i, pack<Out, kVec>(v));
+    }
+  }
+}
+
+template <typename In, typename Out, int kVec>
+Status launch_softmax(SoftmaxParams p, cudaStream_t stream) {
+  constexpr auto kKernel = scaled_softmax_kernel<In, Out, kVec>;
+  const char* const name = "scaled_softmax_kernel";
+  p.kept = std::min(p.columns, p.smem_bytes / static_cast<int64_t>(sizeof(In)) / kVec * kVec);
+  const int bytes = static_cast<int>(p.kept * static_cast<int64_t>(sizeof(In)));
+  const cudaError_t error = allow_dynamic_smem<kKernel>(bytes);
+  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(p.rows, 1 << 30));
+  return launch_kernel<kKernel>(name, p, grid, kSoftmaxThreads, bytes, stream);
+}
+
+template <typename In, typename Out>
+Status softmax_to(const SoftmaxParams& p, cudaStream_t stream) {
+  constexpr int kVec = kVecSize<In>;
+  return p.columns % kVec == 0 ? launch_softmax<In, Out, kVec>(p, stream) : launch_softmax<In, Out, 1>(p, stream);
+}
+
+}  // namespace
+
+Status run_scaled_softmax(const SoftmaxParams& p, cudaStream_t stream) {
+  if (p.rows == 0 || p.columns == 0) return Status::Ok();
+  if (p.dtype == Dtype::kFloat64) return softmax_to<double, double>(p, stream);
+  if (p.dtype == Dtype::kBFloat16) return softmax_to<__nv_bfloat16, __nv_bfloat16>(p, stream);
+  if (p.dtype == Dtype::kFloat16) return softmax_to<__half, __half>(p, stream);
+  if (p.to == Dtype::kBFloat16) return softmax_to<float, __nv_bfloat16>(p, stream);
+  if (p.to == Dtype::kFloat16) return softmax_to<float, __half>(p, stream);
+  return softmax_to<float, float>(p, stream);
+}
+
+}  // namespace kgopt
