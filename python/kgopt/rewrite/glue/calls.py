@@ -400,21 +400,22 @@ def _attention(
     """Of heads that are wider than PyTorch's fast kernels take, among many positions."""
     if attn_mask is not None or dropout_p != 0 or is_causal or enable_gqa or type(scale) not in (float, int, NoneType):
         return None
-    if not _takes(query) or query.dim() != 4 or not query.is_cuda or query.shape[3] <= WIDEST_HEAD:
-        return None
+    for t in (query, key, value):
+        if type(t) is not Tensor or not t.is_cuda or t.layout is not torch.strided or t.dim() != 4:
+            return None
+        if t.dtype is not query.dtype or t.device != query.device or (torch.is_grad_enabled() and t.requires_grad):
+            return None
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    if not is_half and not accuracy.may_multiply_in_tf32(query):
+    if torch.is_autocast_enabled("cuda") or not (is_half or accuracy.may_multiply_in_tf32(query)):
         return None
-    n, heads, length, channels = query.shape
-    for t in (key, value):
-        if type(t) is not Tensor or t.dim() != 4 or t.dtype is not query.dtype or t.device != query.device:
-            return None
-        if (torch.is_grad_enabled() and t.requires_grad) or t.shape[:2] != (n, heads) or t.shape[2] != key.shape[2]:
-            return None
-    if key.shape[3] != channels or length * key.shape[2] < MANY_SCORES or value.numel() == 0:
+    *batch, length, channels = query.shape
+    *_, keys, width = key.shape
+    if any(t.shape[:3] != (*batch, keys) for t in (key, value)) or width != channels:
+        return None  # broadcast, or refused
+    if channels <= WIDEST_HEAD or length * keys < MANY_SCORES or value.numel() == 0:
         return None
     factor = channels**-0.5 if scale is None else float(scale)
-    of_rest = key.shape, key.stride(), value.shape, value.stride()
+    of_rest = query.stride(), key.shape, key.stride(), value.shape, value.stride()
     return Call("attention", (factor, *of_rest), query, (key, value))
 
 
