@@ -134,6 +134,25 @@ def test_relu_keeps_its_result_alone(device):
     assert torch.equal(dx, 2.0 * (leaf > 0))
 
 
+def _sum_backward(x):
+    return kgopt.functional.group_norm(x, 2, act="silu", residual=x.detach() * 2)
+
+
+def _norm_conv(x):
+    weight = torch.ones(8, 8, 3, 3, device=x.device)
+    options = [[1, 1], [1, 1], [1, 1], [0, 0], 1, False]
+    return torch.ops.kgopt.group_norm_conv(x, None, 2, None, None, 1e-5, "silu", weight, None, None, *options)
+
+
+@pytest.mark.parametrize("op", [_sum_backward, _norm_conv], ids=["group_norm_add", "group_norm_conv"])
+def test_what_a_backward_computes_again_is_gone_before_its_result_is_there(op):
+    x = torch.randn(2, 8, 32, 32, requires_grad=True)
+    y = op(x)
+    dy = torch.ones_like(y)
+    peak, _ = memory.live(lambda: torch.autograd.grad(y, x, dy, retain_graph=True))
+    assert peak <= 2.2 * x.nbytes
+
+
 def test_the_peak_is_what_is_alive_and_whose_it_is():
     def step():
         first = torch.ones(1000)

@@ -164,3 +164,13 @@ def test_it_goes_with_the_mode_and_with_copies(copies, device):
     assert type(ours.first) is not nn.Conv2d
     kgopt.restore(ours)
     assert type(ours.first) is nn.Conv2d
+
+
+def test_compiled_code_has_autocasts_copies(copies, device):
+    kept, ours = pair(device)
+    x = input_of(device)
+    expected = gradients(kept, x)
+    compiled = torch.compile(ours, backend="aot_eager")
+    for a, b in zip(gradients(compiled, x), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
+    assert not copies
