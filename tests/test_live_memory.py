@@ -119,7 +119,8 @@ def test_no_way_takes_more_than_eager(name, joins, dtype):
         peaks |= {way: memory.peak_of(way, model, x, dtype)[0] for way in ("recompute", "recompute like cuda")}
     for way, peak in peaks.items():  # in channels_last a model has its own copy of x
         assert peak <= SLACK * eager + x.nbytes * way.endswith("cuda"), (way, eager, peaks)
-    assert min(peaks.values()) < eager
+    if "recompute" in peaks:
+        assert peaks["recompute"] < eager
 
 
 def test_relu_keeps_its_result_alone(device):
