@@ -48,38 +48,39 @@ _NNUNET: dict[str, Any] = {
 }
 
 
-def plain_conv_unet() -> nn.Module:
+def plain_conv_unet(**more: Any) -> nn.Module:
     from dynamic_network_architectures.architectures.unet import PlainConvUNet
 
-    return PlainConvUNet(**_NNUNET, n_conv_per_stage=2, n_conv_per_stage_decoder=2)
+    return PlainConvUNet(**_NNUNET | more, n_conv_per_stage=2, n_conv_per_stage_decoder=2)
 
 
-def residual_encoder_unet() -> nn.Module:
+def residual_encoder_unet(**more: Any) -> nn.Module:
     from dynamic_network_architectures.architectures.unet import ResidualEncoderUNet
 
-    return ResidualEncoderUNet(**_NNUNET, n_blocks_per_stage=(1, 3, 4, 6, 6, 6), n_conv_per_stage_decoder=1)
+    return ResidualEncoderUNet(**_NNUNET | more, n_blocks_per_stage=(1, 3, 4, 6, 6, 6), n_conv_per_stage_decoder=1)
 
 
-def dynunet() -> nn.Module:
+def dynunet(**more: Any) -> nn.Module:
     from monai.networks.nets import DynUNet
 
-    return DynUNet(3, 1, 3, kernel_size=[3] * 6, strides=[1, 2, 2, 2, 2, 2], upsample_kernel_size=[2] * 5)
+    return DynUNet(3, 1, 3, kernel_size=[3] * 6, strides=[1, 2, 2, 2, 2, 2], upsample_kernel_size=[2] * 5, **more)
 
 
-def segresnet() -> nn.Module:
+def segresnet(**more: Any) -> nn.Module:
     from monai.networks.nets import SegResNet
 
-    return SegResNet(spatial_dims=3, init_filters=32, in_channels=4, out_channels=3)
+    return SegResNet(**{"spatial_dims": 3, "init_filters": 32, "in_channels": 4, "out_channels": 3} | more)
 
 
-def unet3d() -> nn.Module:
+def unet3d(**more: Any) -> nn.Module:
     from pytorch3dunet.unet3d.model import UNet3D
 
-    return UNet3D(in_channels=1, out_channels=1, f_maps=32, layer_order="gcr", num_groups=8, num_levels=4)
+    options = {"f_maps": 32, "layer_order": "gcr", "num_groups": 8, "num_levels": 4} | more
+    return UNet3D(in_channels=1, out_channels=1, **options)
 
 
 # By name: how it is made, the shape of x, and the dtypes of autocast ("tf32": none).
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, ...]]] = {
+NETWORKS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...], tuple[str, ...]]] = {
     "PlainConvUNet": (plain_conv_unet, (2, 1, 128, 128, 128), ("float16",)),
     "ResidualEncoderUNet": (residual_encoder_unet, (2, 1, 128, 128, 128), ("float16",)),
     "DynUNet": (dynunet, (1, 1, 128, 128, 128), ("bfloat16", "tf32")),

@@ -98,7 +98,7 @@ def test_a_chain_of_sums_is_kept_now_and_then(device):
     x = torch.randn(2, 8, 6, 6, device=device, dtype=torch.float64)
     y = ours(x.clone().requires_grad_())
     gone = [block.seen[-1].expired() for block in ours.blocks]
-    assert gone == [True, False, True, True, False, True]  # the stem's norm comes before them
+    assert gone == [True, True, False, True, True, True]  # the stem's norm comes before them
     y.sum().backward()
     assert_same(model, kept, ours, x)
 
@@ -155,11 +155,45 @@ class Joined(nn.Module):
         return self.last(both)
 
 
+class Bare(Joined):
+    """No norm gives the skip connection; ``kept``: a convolution wants it."""
+
+    def __init__(self, kept):
+        super().__init__(16)
+        self.kept = kept
+        del self.second
+        if not kept:
+            del self.up
+
+    def forward(self, x):
+        skip = self.narrow(self.act(self.norm(self.down(x))))
+        both = torch.cat((self.up(skip) if self.kept else skip * 2, skip), 1)
+        self.seen.append(StorageWeakRef(both.untyped_storage()))
+        return self.last(both)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_concatenation_of_what_is_kept_anyway(kept, device, monkeypatch):
+    monkeypatch.setattr(training, "_is_plain", lambda t: type(t) is torch.Tensor)
+    monkeypatch.setattr(training, "takes", lambda module, x: False)
+    monkeypatch.setattr(joins, "gain", lambda tensors: 1.0)
+    model, without, ours = ways(Bare(kept), device, channels_last=True)
+    x = torch.randn(2, 8, 6, 6, device=device)
+    model.float()
+    for m in (without, ours):
+        m.float().train()
+        assert training.find(m, lambda m=m: m(x.clone().requires_grad_()), lambda name: "") == 1
+    y = ours(x.clone().requires_grad_())
+    assert ours.seen[-1].expired() == kept
+    y.sum().backward()
+    assert_same(model, without, ours, x)
+
+
 @pytest.mark.parametrize(("wide", "results"), [(16, 3), (8, 2)], ids=["smaller", "the largest"])
 def test_a_concatenation_is_not_kept_but_the_largest(wide, results, device, monkeypatch):
     """Where kgopt joins, which is measured on GPUs alone."""
     monkeypatch.setattr(training, "_is_plain", lambda t: type(t) is torch.Tensor)
-    monkeypatch.setattr(training, "_takes", lambda module, x: False)  # their gradients are not the subject
+    monkeypatch.setattr(training, "takes", lambda module, x: False)  # their gradients are not the subject
     monkeypatch.setattr(joins, "gain", lambda tensors: 1.0)
     model, kept, ours = ways(Joined(wide), device, channels_last=True)
     x = torch.randn(2, 8, 6, 6, device=device)  # cuDNN's results in float64 are contiguous

@@ -26,7 +26,8 @@ _FROM_RESULT = {"tanh": _ATEN.tanh_backward, "sigmoid": _ATEN.sigmoid_backward}
 def _setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, ctx.act = inputs
     ctx.from_result = _FROM_RESULT.get(ctx.act) if x.is_cpu else None
-    ctx.save_for_backward(x if ctx.from_result is None else output)
+    # ReLU's slope follows from its result, which whoever reads it keeps; x then is nobody's.
+    ctx.save_for_backward(x if ctx.from_result is None and ctx.act != "relu" else output)
 
 
 def _backward(ctx: Any, dy: Tensor) -> Any:

@@ -79,8 +79,10 @@ def _norm_add_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, mean, rstd, kept = ctx.saved_tensors
     groups, eps, act = ctx.options
     if act != "none":
-        z = kept if act == "relu" else _group_norm_add(x, kept, groups, weight, bias, eps, "none")
-        dy = activation_backward(dy, z, act)
+        if act != "relu":
+            kept = _group_norm_add(x, kept, groups, weight, bias, eps, "none")
+        dy = activation_backward(dy, kept, act)
+        del kept  # what was computed for it is gone before dx is there
     dx, dweight, dbias = group_norm_backward(dy, x, mean, rstd, groups, weight, bias, "none", "none")
     return dx, dy, None, *affine_gradients(ctx, (3, 4), dweight, dbias)
 

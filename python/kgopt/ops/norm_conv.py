@@ -53,8 +53,7 @@ def _conv_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 def _conv_add_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, *more = ctx.saved_tensors
     if more:
-        y = OPS.conv_add(x, weight, *more, *ctx.geometry, ctx.divisor)
-        dy = activation_backward(dy, y, ctx.act)
+        dy = activation_backward(dy, OPS.conv_add(x, weight, *more, *ctx.geometry, ctx.divisor), ctx.act)
     dy = dy if ctx.divisor == 1 else dy / ctx.divisor
     dx, dweight, dbias = conv_gradients(wants_gradient(ctx, 0, 1, 2), dy, x, weight, ctx.geometry)
     return dx, dweight, dbias, dy if wants_gradient(ctx, 3)[0] else None
@@ -74,11 +73,11 @@ def _norm_conv_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     if ctx.num_groups:
         z, mean, rstd = OPS.group_norm_fwd(x, *norm, ctx.eps, ctx.gn_act, "none")
     if more:
-        y = OPS.conv_add(z, weight, *more, *ctx.geometry, ctx.divisor)
-        dy = activation_backward(dy, y, ctx.act)
+        dy = activation_backward(dy, OPS.conv_add(z, weight, *more, *ctx.geometry, ctx.divisor), ctx.act)
     dy = dy if ctx.divisor == 1 else dy / ctx.divisor
     needs: Any = (any(wants_gradient(ctx, 0, 3, 4)), *wants_gradient(ctx, 7, 8))
     dz, dweight, dbias = conv_gradients(needs, dy, z, weight, tuple(ctx.geometry))
+    del z  # it is gone before dx is there
     dx, dgamma, dbeta = dz, None, None
     if dz is not None and ctx.num_groups:
         dx, dgamma, dbeta = group_norm_backward(dz, x, mean, rstd, *norm, ctx.gn_act, "none")
@@ -101,6 +100,7 @@ def _norm_conv1x1_backward(ctx: Any, dy: Tensor) -> Any:
     ones, zeros = [1] * rank, [0] * rank
     needs: Any = (any(wants_gradient(ctx, 0, 3, 4)), *wants_gradient(ctx, 7, 8))
     dz, dweight, dbias = conv_gradients(needs, dy, z, weight, (ones, zeros, ones, zeros, 1, False))
+    del z
     if not groups or dz is None:
         return dz, None, None, None, None, None, None, dweight, dbias
     dx, dgamma, dbeta = group_norm_backward(dz, x, mean, rstd, groups, gn_weight, gn_bias, ctx.act, "none")

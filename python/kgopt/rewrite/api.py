@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kgopt.rewrite import channel_norms, classes, graphs, known, layout, norms, race, sequential, source
+from kgopt.rewrite import casts, channel_norms, classes, graphs, known, layout, norms, race, sequential, source
 from kgopt.rewrite import recompute as forgetful
 from kgopt.rewrite.chain import CHANNELS, Chain
 from kgopt.rewrite.disguise import original_class
@@ -103,7 +103,7 @@ def optimize(
         graphs.set_mode(root, False)  # of an earlier call: what they hold is about to change
         whole = _optimize(root, example_inputs, channels_last, sites, exclude, measure, bool(cuda_graph))
         found = known.get(root, "report")
-        found.recompute = forgetful.set_mode(root, bool(recompute))
+        found.recompute = casts.set_mode(root, bool(recompute))
         if recompute == "auto":
             race.choose_recompute(whole, root, found)
         asked = channels_last is True or cuda_graph is True or recompute is True

@@ -64,8 +64,8 @@ def make_class(original: Any, recipe: Any) -> Any:
     """The optimized subclass of ``original``; the same for the same recipe.
 
     A recipe is a tuple of parts, each with its name first: ("leaf",), ("sequential",), ("source", roles by method),
-    ("glue",), ("training",), ("layout",), ("graphs",); hashable and picklable. Without a part, and where none fits the
-    code any more, the original.
+    ("glue",), ("training",), ("casts",), ("layout",), ("graphs",); hashable and picklable. Without a part, and where
+    none fits the code any more, the original.
     """
     if not recipe:
         return original

@@ -23,7 +23,7 @@ from kgopt.torch_private import without_autocast_on_cuda
 _OPS = torch.ops.kgopt
 Call = Callable[..., Any]
 
-_TORCH_CONVS: dict[str, Callable[..., Tensor]] = {
+TORCH_CONVS: dict[str, Callable[..., Tensor]] = {
     "conv2d": F.conv2d,
     "conv3d": F.conv3d,
     "conv_transpose2d": F.conv_transpose2d,
@@ -231,7 +231,7 @@ def run_torch(chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs) ->
             tail: tuple[Any, ...] = (conv.dilation, conv.groups)
         else:
             tail = (conv.output_padding, conv.groups, conv.dilation)
-        x = _TORCH_CONVS[chain.conv](x, conv.weight, conv.bias, conv.stride, conv.padding, *tail)
+        x = TORCH_CONVS[chain.conv](x, conv.weight, conv.bias, conv.stride, conv.padding, *tail)
     y = x
     y = torch_activation(y, chain.pre)
     if chain.norm in CHANNELS:

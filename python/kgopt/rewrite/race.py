@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from kgopt.rewrite import clocks, graphs, known, layout, recompute
+from kgopt.rewrite import casts, clocks, graphs, known, layout
 from kgopt.rewrite.disguise import become, original_class
 from kgopt.rewrite.reporting import Report
 from kgopt.rewrite.timed import trial
@@ -114,7 +114,7 @@ def choose_recompute(whole: Whole | None, root: nn.Module, found: Report) -> Non
         return
     if whole is None or not whole.key or not whole.goes_back():
         found.recompute = "nothing: only a step with example inputs is measured"
-        recompute.set_mode(root, False)
+        casts.set_mode(root, False)
         return
 
     def switch(on: bool) -> Callable[[], None]:
@@ -132,7 +132,7 @@ def choose_recompute(whole: Whole | None, root: nn.Module, found: Report) -> Non
     found.recompute = f"{after * 1e3:.3g} ms a step, {before * 1e3:.3g} ms with all kept"
     if not state.enabled:
         found.recompute = f"nothing: {found.recompute}"
-        recompute.set_mode(root, False)
+        casts.set_mode(root, False)
 
 
 def _clock(whole: Whole) -> list[float]:

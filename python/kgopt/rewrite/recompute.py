@@ -28,7 +28,7 @@ from kgopt.rewrite.watching import is_watched
 from kgopt.torch_private import current_graph_task, current_stream, may_hook_saved_tensors, version_of
 
 _PLAIN, _STRIDED = (Tensor, nn.Parameter), torch.strided
-DEPTH = 2  # results that stand one on the other: a chain of sums would be computed again from its start, block by block
+DEPTH = 3  # results that stand one on the other: a chain of sums would be computed again from its start, block by block
 
 
 @dataclass
@@ -163,6 +163,7 @@ class Forward:
     def __init__(self, state: Recompute) -> None:
         self.state = state
         self.offered: dict[int, tuple[Any, int | None, _Recipe]] = {}
+        self.kept: set[int] = set()  # where tensors lie that nodes keep; while they do, nobody else has that memory
         self.largest = 0  # bytes of a result of a norm
 
     def found(self, t: Tensor) -> _Recipe | _View | None:
@@ -186,8 +187,8 @@ class Forward:
         """Says that ``again(*operands)`` gave ``made``, which the code goes on with as ``y``.
 
         An operand is a tensor, None, or what :meth:`found` says of one. Autograd keeps the operands anyway where a
-        gradient goes through y, but the last ``alone`` of them; unless those are computed again themselves, they would
-        be kept instead of y.
+        gradient goes through y, but the last ``alone`` of them; unless those are computed again themselves, or another
+        node keeps them, they would be kept instead of y.
         """
         if _may_go(y):
             self.largest = max(self.largest, y.nbytes)
@@ -202,11 +203,17 @@ class Forward:
         if _may_go(y) and y.nbytes <= self.largest:
             self._offer(y, again, [self.found(t) or t for t in parts], len(parts), 0, False)
 
+    def offer_copy(self, y: Tensor, again: Callable[..., Tensor], of: Tensor) -> None:
+        """The same of ``again(of)``, a parameter's copy in another dtype."""
+        if _may_go(y):
+            self._offer(y, again, [of], 0, 0, False)
+
     def _offer(
         self, y: Tensor, again: Callable[..., Tensor], operands: Sequence[Any], alone: int, step: int, contiguous: bool
     ) -> None:
-        rest = operands[len(operands) - alone :]
-        if rest and sum(t.nbytes for t in rest if not isinstance(t, _AGAIN)) >= y.nbytes:
+        rest = [o for o in operands[len(operands) - alone :] if not (o is None or isinstance(o, _AGAIN))]
+        rest = [t for t in rest if t.untyped_storage().data_ptr() not in self.kept]
+        if rest and sum(t.nbytes for t in rest) >= y.nbytes:
             return
         depth = step + max([o.depth for o in operands if isinstance(o, _AGAIN)], default=0)
         if depth <= DEPTH:
@@ -240,6 +247,8 @@ def _pack(t: Tensor) -> _Kept | _Recipe | _View:
     forward = _now.forward
     found = None if forward is None else forward.found(t)
     if forward is None or found is None:
+        if forward is not None and t.layout is _STRIDED and type(t) in _PLAIN:
+            forward.kept.add(t.untyped_storage().data_ptr())
         return _kept(t)
     recipe = found.recipe
     recipe.slots += 1

@@ -105,7 +105,7 @@ def _emit(conv: Any, x: Tensor) -> Tensor:
 _CONVS = {name: ops.direct(name) for name in CONV_MODULES.values()}
 
 
-def _takes(module: Any, x: Any) -> bool:
+def takes(module: Any, x: Any) -> bool:
     """A tensor of the module's rank, and plain parameters that go with it."""
     if not is_own_conv(module):
         return False
@@ -193,7 +193,7 @@ def _compiles(conv: Any, x: Any) -> bool:
     state = _state_compiled(conv)
     if state is None or not _is_plain(x) or not state.gains("conv", x):
         return False
-    return _takes(conv, x) and runner_of(conv) is not None
+    return takes(conv, x) and runner_of(conv) is not None
 
 
 def _run(state: TrainingState, forward: Callable[..., Any], conv: Any, x: Any) -> Any:
@@ -201,7 +201,7 @@ def _run(state: TrainingState, forward: Callable[..., Any], conv: Any, x: Any) -
         return forward(conv, x)
     key = key_of(x)
     ours = state.ours.get(key)
-    if ours == 0 or (ours is None and not state.measuring) or not _takes(conv, x) or runner_of(conv) is None:
+    if ours == 0 or (ours is None and not state.measuring) or not takes(conv, x) or runner_of(conv) is None:
         return forward(conv, x)
     if ours is None and len(state.ours) < SHAPES:
         ours = state.ours[key] = gain_of(_both_of_conv(forward, conv), x)
