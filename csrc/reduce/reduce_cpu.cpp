@@ -324,7 +324,7 @@ void softmax_rows(const Tensor& x, double scale, Tensor* y) {
     double sum = 0;
     for (int64_t i = 0; i < columns; ++i) top = std::max(top, in[i] * factor);
     for (int64_t i = 0; i < columns; ++i) {
-      out[i] = std::exp(in[i] * factor - top);
+      out[i] = std::exp(std::fma(in[i], factor, -top));
       sum += out[i];
     }
     const T inverse = static_cast<T>(1 / sum);

@@ -11,8 +11,14 @@ namespace {
 constexpr int kSoftmaxThreads = 512;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Scores' largest value, and the sum of the powers of two of what the others are below it: scores are in units of
-// log(2), since the hardware's exponential is that of two.
+// The hardware's exponential is that of two. x is a difference of scores: of the scores themselves, which may be
+// large, the factor would cost digits.
+template <typename Acc>
+__device__ __forceinline__ Acc exp_of(Acc x) {
+  return exp2(x * Acc(1.4426950408889634));
+}
+
+// Scores' largest value, and the sum of the exponentials of what the others are below it.
 template <typename Acc>
 struct SoftmaxState {
   Acc top = -INFINITY, sum = 0;
@@ -20,7 +26,7 @@ struct SoftmaxState {
   __device__ __forceinline__ Acc shift() const { return top == Acc(-INFINITY) ? Acc(0) : top; }
   __device__ __forceinline__ void raise(Acc to) {
     if (!(to > top)) return;
-    if (sum != Acc(0)) sum *= exp2(top - to);
+    if (sum != Acc(0)) sum *= exp_of(top - to);
     top = to;
   }
   __device__ __forceinline__ void merge(SoftmaxState other) {
@@ -37,7 +43,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads) scaled_softmax_kernel(const _
   extern __shared__ __align__(16) unsigned char memory[];
   In* const kept = reinterpret_cast<In*>(memory);
   __shared__ SoftmaxState<Acc> shared[kSoftmaxThreads / 32];
-  const Acc scale = static_cast<Acc>(p.scale * 1.4426950408889634);
+  const Acc scale = static_cast<Acc>(p.scale);
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const In* const x = static_cast<const In*>(p.x) + row * p.columns;
     Out* const y = static_cast<Out*>(p.y) + row * p.columns;
@@ -54,7 +60,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads) scaled_softmax_kernel(const _
       s.raise(largest);
       const Acc shift = s.shift();
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) s.sum += exp2(fma(v[j], scale, -shift));
+      for (int j = 0; j < kVec; ++j) s.sum += exp_of(fma(v[j], scale, -shift));
     }
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) {
@@ -72,7 +78,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads) scaled_softmax_kernel(const _
       Acc v[kVec];
       unpack(load_vec<In, kVec>((i < p.kept ? kept : x) + i), v);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) v[j] = exp2(fma(v[j], scale, -shift)) * factor;
+      for (int j = 0; j < kVec; ++j) v[j] = exp_of(fma(v[j], scale, -shift)) * factor;
       store_vec(y + i, pack<Out, kVec>(v));
     }
   }
