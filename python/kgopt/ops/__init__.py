@@ -19,6 +19,7 @@ from kgopt.ops import precision as precision
 from kgopt.ops import reduce as reduce
 from kgopt.ops.calls import direct as direct
 from kgopt.ops.calls import from_python as from_python
+from kgopt.ops.calls import node_of as node_of
 from kgopt.ops.calls import recorded as recorded
 from kgopt.ops.calls import without_grad as without_grad
 from kgopt.ops.conv import autocast_convolution as autocast_convolution

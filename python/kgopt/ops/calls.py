@@ -63,6 +63,10 @@ def _below(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+# Of arguments that are no tensors of a type of their own; asking by type is quicker than isinstance.
+_USUAL = frozenset((*PLAIN, type(None), bool, int, float, str, list, tuple, torch.Size))
+
 _sharded: tuple[type, Callable[..., Any]] | None = None  # DTensor, and how an op runs on it: sharding.py
 
 
@@ -73,8 +77,10 @@ def set_sharded(cls: type, call: Callable[..., Any]) -> None:
 
 
 def _is_sharded(args: Sequence[Any]) -> bool:
-    cls = _sharded[0] if _sharded is not None else ()
-    return any([isinstance(a, cls) for a in args])
+    assert _sharded is not None
+    cls = _sharded[0]
+    # By type first: it is set in every process that has imported DTensor, and asked at every call.
+    return not _USUAL.issuperset(map(type, args)) and any([isinstance(a, cls) for a in args])
 
 
 def _without_any_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,6 +121,8 @@ def in_backward(name: str) -> Callable[..., Any]:
 # and elsewhere.
 _AT_AUTOGRAD: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _APPLY_FIRST: dict[str, Callable[..., Any]] = {}  # of twins: with the arguments and the keywords last, the first result
+_RECORDED: dict[str, Callable[..., Any]] = {}  # where a gradient is needed: with all arguments by their place
+_NOTHING: dict[str, Any] = {}  # keywords
 _AT_AUTOCAST: dict[str, dict[str, Callable[..., Any]]] = {}  # by device: what it does at autocast
 
 
@@ -143,8 +151,8 @@ def _node(
     nones = (None,) * (count + 1)
 
     def keep(ctx: Any, args: Any, keywords: dict[str, Any], output: Any) -> None:
-        # No zeros for the gradients of statistics, which nobody differentiates.
-        ctx.set_materialize_grads(False)
+        # No zeros for the gradients of statistics, which nobody differentiates: what set_materialize_grads(False) does.
+        ctx.materialize_grads = False
         if setup is not None:
             if len(args) < count:
                 args += defaults.positional[len(args) :]
@@ -242,6 +250,10 @@ def _node(
     def record(args: Any, keywords: dict[str, Any]) -> Any:
         return (applies[1] or made(1))(*args, keywords)
 
+    def record_by_place(*args: Any) -> Any:
+        return (applies[1] or made(1))(*args, _NOTHING)
+
+    _RECORDED[name] = record_by_place
     _AT_AUTOGRAD[name] = record, below
     if differentiable == 1:
         _APPLY_FIRST[name] = apply_of(forward_first, backward_of_one)
@@ -342,6 +354,17 @@ def set_autocast(name: str, device: str, kernel: Callable[..., Any]) -> None:
     _AT_AUTOCAST.setdefault(device, {})[name] = kernel
 
 
+def node_of(name: str) -> Callable[..., Any]:
+    """The op of tensors of which one needs a gradient, all arguments by their place, where nothing looks on.
+
+    Autocast is as if it were off. The fewest steps that there are: for code that runs at each step of a training.
+    """
+    op = overload(name)
+    if _exclude_above is None:
+        return op  # type: ignore[no-any-return]
+    return _RECORDED[name]
+
+
 def direct(name: str) -> Callable[..., Any]:
     """The op for callers in Python: spares the dispatcher's way to its Autograd kernel, half the time of a small call.
 
@@ -370,7 +393,7 @@ def without_grad(name: str) -> Callable[..., Any]:
 
 
 def recorded(name: str) -> Callable[..., Any]:
-    """As :func:`direct` of a public op for callers who know that it needs a gradient and that nothing looks on."""
+    """As :func:`direct` for callers who know that a public op needs a gradient and that nothing looks on."""
     op, twin = overload(name), RECORDS[name].twin
     if _exclude_above is None or twin is None:
         return op  # type: ignore[no-any-return]
@@ -381,11 +404,6 @@ def recorded(name: str) -> Callable[..., Any]:
         return y if y.dtype is x.dtype else y.to(x.dtype)
 
     return call
-
-
-PLAIN = (Tensor, torch.nn.Parameter)
-# Of arguments that are no tensors of a type of their own; asking by type is quicker than isinstance.
-_USUAL = frozenset((*PLAIN, type(None), bool, int, float, str, list, tuple, torch.Size))
 
 
 def from_python(name: str) -> Callable[..., Any]:

@@ -129,7 +129,7 @@ def is_made(cls: Any) -> bool:
 def original_class(module: Any) -> Any:
     """The class that the module had before optimize; None, where it was not changed."""
     made = type(module)
-    return made._kgopt_original if is_made(made) else None
+    return made._kgopt_original if getattr(made, "_kgopt_made", None) is made else None  # is_made, without its frame
 
 
 def become(module: Any, cls: type) -> None:

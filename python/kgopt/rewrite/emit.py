@@ -44,7 +44,7 @@ class ConvArgs:
     output_padding: Sequence[int] | None = None  # of a transposed one
 
 
-@dataclass
+@dataclass(slots=True)
 class NormArgs:
     """The arguments of a norm beside x."""
 

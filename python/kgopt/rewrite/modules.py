@@ -175,12 +175,13 @@ def is_upsampler(module: Any) -> bool:
     return bool(_upsamples_as_is(cls)) and _casts_as_is()
 
 
-_PADDINGS = (nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad2d, nn.ConstantPad3d)
+PADDINGS = (nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad2d, nn.ConstantPad3d)
 
 
 def is_zero_padding(module: Any) -> bool:
     """One of PyTorch's modules that put zeros around images or videos."""
-    return type(module) in _PADDINGS and module.value == 0
+    # isinstance first: made classes compare by a function of Python's.
+    return isinstance(module, PADDINGS) and type(module) in PADDINGS and module.value == 0
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]

@@ -108,10 +108,11 @@ def needs_grad(x: Tensor, norm: NormArgs, conv: ConvArgs | None) -> bool:
     """Will a backward go through this?"""
     if not torch.is_grad_enabled():
         return False
+    if x.requires_grad:  # as a rule
+        return True
     parameters: tuple[Any, ...] = (norm.weight, norm.bias, norm.slope)
     parameters = parameters if conv is None else (*parameters, conv.weight, conv.bias)
-    # As a rule the first of them says yes, before there is a generator.
-    return x.requires_grad or any(p is not None and p.requires_grad for p in parameters)
+    return any(p is not None and p.requires_grad for p in parameters)
 
 
 def choose(

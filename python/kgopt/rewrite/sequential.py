@@ -14,7 +14,7 @@ from kgopt.rewrite.classes import Part
 from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.heads import FollowedSite
 from kgopt.rewrite.glue.later import Upsampled
-from kgopt.rewrite.modules import Path, child, is_upsampler, is_zero_padding, only_conv, runs_like_sequential
+from kgopt.rewrite.modules import PADDINGS, Path, child, is_upsampler, is_zero_padding, only_conv, runs_like_sequential
 from kgopt.rewrite.padding import Padded
 from kgopt.rewrite.patterns import OTHER, Match, Node, is_trivial, match, why_alone
 from kgopt.rewrite.reporting import SiteRow
@@ -164,6 +164,9 @@ def _run_steps(sequential: Any, plan: Steps, input: Any, stop: int | None = None
         if i < done:
             continue
         joins = i + 1 < last  # may it run together with the next step?
+        if site is None and type(input) is Tensor and _runs_alone(module := child(sequential, paths[0]), joins):
+            input = module(input)
+            continue
         operands = [child(sequential, path) for path in paths]
         if site is not None and not isinstance(input, (Upsampled, Padded)) and site.ready(*operands, input):
             norm = operands[site.norm_at]
@@ -188,6 +191,14 @@ def _run_steps(sequential: Any, plan: Steps, input: Any, stop: int | None = None
                 else:
                     input = module(input) if following is None else plans.before(module, following, input)
     return input
+
+
+def _runs_alone(module: Any, joins: bool) -> bool:
+    """Whether a step of one module may be nothing but its call, whatever comes next: most of them, in training."""
+    return not isinstance(module, _WAITING) and not (joins and known.get(module, "glue") is not None)
+
+
+_WAITING = (type(None), nn.Upsample, *PADDINGS)
 
 
 def _next_conv(self: Any, plan: Steps, i: int) -> Any:

@@ -68,6 +68,7 @@ class Site:
         # The usual site, a norm and its activation, takes a short way: eager calls cost microseconds.
         self.is_channel = chain.norm in CHANNELS
         self.short = chain == Chain(norm=chain.norm, post=chain.post) and not (self.is_channel or chain.has_prelu)
+        self.short_prelu = chain == Chain(norm=chain.norm, post=chain.post) and chain.has_prelu and not self.is_channel
         self.hands = hands or not self.short  # the arguments that it checked on, to what runs
         # PyTorch's instance norm has no rule under autocast: it gives what it is given. Softplus has: float32. So has
         # PReLU: half precision.
@@ -201,6 +202,13 @@ class Site:
         x, norm = operands[-1], operands[self.norm_at]
         if self.short and not watching.is_watched():
             return self._run_now(x, norm, half)
+        if self.short_prelu and not watching.is_watched():
+            args = self._handed(norm) or self._args(x, None, norm, operands)
+            assert args is not None
+            n = args[1]
+            op = _direct_group_norm_prelu if half else _prelu_op(x)
+            y = op(x, n.slope, n.num_groups, n.weight, n.bias, n.eps)
+            return y if y.is_contiguous() or keeps_format(norm) else as_torch(self.chain, x, y)
         if self.fused is not None and not watching.is_watched() and not watching.is_autocast(x):
             args = self._handed(norm) or self._args(x, operands[0], norm, operands)
             assert args is not None
@@ -256,10 +264,10 @@ class Site:
         parameters = norm._parameters
         groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
         weight, bias, eps, act = parameters["weight"], parameters["bias"], norm.eps, self.chain.post
-        if watching.is_autocast(x):
-            # An instance norm's kernels know nothing of autocast.
-            op = _direct_group_norm if half or self.keeps_dtype else _group_norm_from_python
-        elif not carry.is_empty() and (moments := carry.take(x)) is not None:
+        autocast = watching.is_autocast(x)
+        if autocast and not (half or self.keeps_dtype):  # an instance norm's kernels know nothing of autocast
+            op = _group_norm_from_python
+        elif not autocast and not carry.is_empty() and (moments := carry.take(x)) is not None:
             op = functools.partial(_with_moments, moments)
         elif _is_grad_enabled() and any_requires_grad(x, weight, bias):
             op = _recorded_group_norm
@@ -319,13 +327,12 @@ class Site:
             if slope is None:
                 return None
             args = (x, slope, *args[2:6], other)
-            in_dispatcher = torch.is_autocast_enabled(x.device.type) or watching.is_watched()
-            return (_group_norm_prelu if in_dispatcher else _direct_group_norm_prelu)(*args)  # type: ignore[no-any-return]
+            return (_group_norm_prelu if watching.is_watched() else _prelu_op(x, other))(*args)  # type: ignore[no-any-return]
         op: Any = _group_norm_add_without_grad
-        if half:
-            op = functools.partial(without_autocast, _group_norm_add)
-        elif autocast or watching.is_watched():
-            op = _group_norm_add
+        if watching.is_watched():
+            op = functools.partial(without_autocast, _group_norm_add) if half else _group_norm_add
+        elif autocast and not half:
+            op = _group_norm_add_from_python
         elif _is_grad_enabled() and any_requires_grad(x, other, n.weight, n.bias):
             op = _recorded_group_norm_add
         forward = None if _is_compiling() else recompute.now()
@@ -392,20 +399,22 @@ class Site:
         return carry.take(x)
 
     def _args(self, x: Tensor, conv: Any, norm: Any, operands: Any) -> tuple[ConvArgs | None, NormArgs] | None:
-        args = self._args_of_norm(x, conv, norm)
+        args: tuple[ConvArgs | None, NormArgs] | None
+        if conv is not None:
+            args = self._args_of_both(x, conv, norm)
+        else:
+            if self.chain.norm == "instance" and x.dim() != (5 if isinstance(norm, nn.InstanceNorm3d) else 4):
+                return None
+            of_norm = norm_args(norm, x)
+            if of_norm is None or (self.is_channel and not (fits(of_norm.weight, x) and fits(of_norm.bias, x))):
+                return None
+            args = None, of_norm
         if args is None or self.prelu_at < 0:
             return args
         args[1].slope = slope_of(operands[self.prelu_at], x, channels_of(norm))
         return None if args[1].slope is None else args
 
-    def _args_of_norm(self, x: Tensor, conv: Any, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
-        if conv is None:
-            if self.chain.norm == "instance" and x.dim() != (5 if isinstance(norm, nn.InstanceNorm3d) else 4):
-                return None
-            of_norm = norm_args(norm, x)
-            if self.is_channel and of_norm is not None and not (fits(of_norm.weight, x) and fits(of_norm.bias, x)):
-                return None
-            return None if of_norm is None else (None, of_norm)
+    def _args_of_both(self, x: Tensor, conv: Any, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
         of_conv, of_norm = conv_args(conv, x), norm_args(norm, None)
         if of_conv is None or of_norm is None:
             return None
@@ -416,16 +425,25 @@ class Site:
         return of_conv, of_norm
 
 
+def _prelu_op(x: Tensor, other: Any = None) -> Any:
+    """Where nothing looks on but autocast, which casts no parameter that fits an x of its dtype."""
+    if not watching.is_autocast(x):
+        return _direct_group_norm_prelu
+    is_cast = x.dtype is torch.get_autocast_dtype(x.device.type) and (other is None or other.dtype is x.dtype)
+    return _direct_group_norm_prelu if is_cast else _group_norm_prelu_from_python
+
+
 _group_norm = torch.ops.kgopt.group_norm.default
-_direct_group_norm = ops.direct("group_norm")
 _group_norm_from_python = ops.from_python("group_norm")
 _group_norm_add = torch.ops.kgopt.group_norm_add.default
 _group_norm_add_without_grad = ops.without_grad("group_norm_add")
 _recorded_group_norm_add = ops.recorded("group_norm_add")
 _group_norm_prelu = torch.ops.kgopt.group_norm_prelu.default
 _direct_group_norm_prelu = ops.direct("group_norm_prelu")
+_group_norm_prelu_from_python = ops.from_python("group_norm_prelu")
+_group_norm_add_from_python = ops.from_python("group_norm_add")
 _direct_modulated_norm = functools.partial(
-    modulated_norm, group_norm=_direct_group_norm, group_norm_prelu=_direct_group_norm_prelu
+    modulated_norm, group_norm=ops.direct("group_norm"), group_norm_prelu=_direct_group_norm_prelu
 )
 _group_norm_moments = torch.ops.kgopt.group_norm_moments.default
 

@@ -82,7 +82,7 @@ class LaterNorm(Later):
     __slots__ = ("begun", "site")
 
     def __init__(self, norm: Any, x: Any, site: Site, begun: NormArgs | bool) -> None:
-        super().__init__(norm, x)
+        self.module, self.x, self.plan = norm, x, None
         self.site, self.begun = site, begun
 
     def plus(self, other: Any, divisor: Any, act: str = "none", prelu: Any = None) -> Tensor | None:
@@ -98,9 +98,9 @@ class LaterNorm(Later):
 _ALONE = {kind: Site(Chain(kind), ("norm",), hands=True) for kind in ("group", "instance")}
 
 
-def _norm_later(norm: Any, x: Any) -> Any:
+def _norm_later(norm: Any, x: Any, kind: str) -> Any:
     """A norm of ours, later where it may wait and is the faster one here; else what it gives."""
-    site = _ALONE[kind_of(type(norm))]  # type: ignore[index]
+    site = _ALONE[kind]
     compiling = torch.compiler.is_compiling()
     may_wait = _adds_as_is() and (compiling or not watching.is_watched())
     begun = site.begin(norm, x) if may_wait else False
@@ -150,8 +150,8 @@ class Sum(Behind):
         """``module(x)``, or its value for later. ``between``: children of ``owner`` called before :meth:`finish`."""
         if type(x) is Upsampled and conv_of(module) is None:
             x = x.value()
-        if kind_of(type(module)) is not None:
-            return _norm_later(module, x) if _all_change_nothing(owner, between) else module(x)
+        if (kind := kind_of(type(module))) is not None:
+            return _norm_later(module, x, kind) if _all_change_nothing(owner, between) else module(x)
         if conv_of(module) is not None:
             # A convolution waits where kgopt adds its bias or computes it.
             may_wait = known.get(module, "glue") is not None and _may_wait(module) and is_as_is(module)
@@ -219,7 +219,7 @@ class Sum(Behind):
 
 
 def _all_change_nothing(owner: Any, names: tuple[str, ...]) -> bool:
-    return all(_changes_nothing(getattr(owner, name, None)) for name in names)
+    return not names or all(_changes_nothing(getattr(owner, name, None)) for name in names)
 
 
 _WRITES_NOTHING = (nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool2d, nn.MaxPool3d, nn.Identity, nn.Linear, nn.Embedding)
@@ -292,11 +292,11 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
         path.append(last)
         in_order = runs_in_order(last)
         last = next(reversed(last._modules.values())) if in_order else known.get(last, "steps").last_of(last)
-    is_norm = kind_of(type(last)) is not None
-    if not (is_norm or _may_wait(whole)):
+    kind = kind_of(type(last))
+    if kind is not None:
+        return _norm_later(last, _before_last(path, x), kind)
+    if not _may_wait(whole):
         return whole(x)
-    if is_norm:
-        return _norm_later(last, _before_last(path, x))
     state = known.get(last, "glue") if isinstance(last, nn.Module) else None
     is_conv = conv_of(last) is not None
     if state is None or not (is_conv or original_class(last) is nn.Upsample) or is_hooked(last):

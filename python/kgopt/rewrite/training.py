@@ -29,9 +29,9 @@ from kgopt.rewrite.glue.plans import as_seen
 from kgopt.rewrite.glue.search import corner, innermost
 from kgopt.rewrite.meanings import CONV_MODULES, conv_of
 from kgopt.rewrite.modules import guard_methods, hides_parameters, is_own_conv
-from kgopt.rewrite.watching import OwnMode
+from kgopt.rewrite.watching import OwnMode, own_modes
 from kgopt.rewrite.wrapped import Wrapped
-from kgopt.torch_private import has_backward_hooks, len_torch_function_stack
+from kgopt.torch_private import any_requires_grad, has_backward_hooks, is_any_autocast_enabled, len_torch_function_stack
 
 _OPS = torch.ops.kgopt
 SHAPES = 8  # inputs of a module that are measured
@@ -86,13 +86,18 @@ def runner_of(module: nn.Module) -> Callable[[Any, Tensor], Tensor] | None:
 
 
 def _convolve(conv: Any, x: Tensor) -> Tensor:
+    """Of a call that :func:`_takes` lets through, with nobody looking on."""
     parameters = conv._parameters
     weight, bias, device = parameters["weight"], parameters["bias"], x.device.type
-    if torch.is_autocast_enabled(device):
+    if is_any_autocast_enabled() and torch.is_autocast_enabled(device):
         x, weight, bias = ops.autocast_convolution(torch.get_autocast_dtype(device), x, weight, bias)
-    tail = (conv.output_padding, conv.groups, conv.dilation) if conv.transposed else (conv.dilation, conv.groups)
-    y = _CONVS[conv_of(conv) or ""](x, weight, bias, conv.stride, conv.padding, *tail)
-    return y  # type: ignore[no-any-return]
+    # By what it has, not by its class: made classes are hashed by a function of Python's.
+    record, below = (_TRANSPOSED if conv.transposed else _REGULAR)[x.dim()]
+    call = record if torch.is_grad_enabled() and any_requires_grad(x, weight, bias) else below
+    if conv.transposed:
+        tail = conv.output_padding, conv.groups, conv.dilation
+        return call(x, weight, bias, conv.stride, conv.padding, *tail)  # type: ignore[no-any-return]
+    return call(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)  # type: ignore[no-any-return]
 
 
 def _emit(conv: Any, x: Tensor) -> Tensor:
@@ -102,12 +107,16 @@ def _emit(conv: Any, x: Tensor) -> Tensor:
     return Call("conv", (conv_of(conv), conv.transposed, *geometry), as_seen(x), (conv.weight, conv.bias)).run("auto")
 
 
-_CONVS = {name: ops.direct(name) for name in CONV_MODULES.values()}
+# By the number of dims: with a gradient, and without.
+_REGULAR, _TRANSPOSED = (
+    {n + 2: (ops.node_of(f"{name}{n}d"), ops.without_grad(f"{name}{n}d")) for n in (2, 3)}
+    for name in ("conv", "conv_transpose")
+)
 
 
 def takes(module: Any, x: Any) -> bool:
-    """A tensor of the module's rank, and plain parameters that go with it."""
-    if not is_own_conv(module):
+    """A tensor of the module's rank, plain parameters that go with it, and a padding that kgopt's ops have."""
+    if not is_own_conv(module) or module.padding_mode != "zeros" or isinstance(module.padding, str):
         return False
     parameters = module._parameters
     if "weight" not in parameters or "bias" not in parameters or hides_parameters(module):  # pruned, parametrized
@@ -120,9 +129,10 @@ def takes(module: Any, x: Any) -> bool:
 
 def suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether kgopt's op takes samples and parameters that PyTorch's convolution takes."""
-    if x.dim() != weight.dim() or (bias is not None and bias.dtype is not weight.dtype):
+    dtype = weight.dtype
+    if x.dim() != weight.dim() or (bias is not None and bias.dtype is not dtype):
         return False
-    return x.dtype is weight.dtype or torch.is_autocast_enabled(x.device.type)
+    return x.dtype is dtype or torch.is_autocast_enabled(x.device.type)
 
 
 def _is_plain(x: Any) -> bool:
@@ -131,9 +141,12 @@ def _is_plain(x: Any) -> bool:
 
 def key_of(x: Tensor) -> Any:
     """What a verdict holds for."""
-    device = x.device
-    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return x.shape, x.stride(), x.dtype, device, x.requires_grad, cast, bool(ops.conv_tf32_allowed())
+    device, dtype, cast = x.device, x.dtype, None
+    if is_any_autocast_enabled() and torch.is_autocast_enabled(kind := device.type):
+        cast = torch.get_autocast_dtype(kind)
+    # The switch is of single precision alone.
+    tf32 = (cast or dtype) is torch.float32 and bool(ops.conv_tf32_allowed())
+    return x.shape, x.stride(), dtype, device, x.requires_grad, cast, tf32
 
 
 def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +159,9 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return _emit(self, args[0]) if ours else forward(self, *args, **kwargs)
         if len(args) != 1 or kwargs or (state := _state_now(self)) is None:
             return forward(self, *args, **kwargs)
-        return watching.outside_own_modes(_run, state, forward, self, args[0])
+        if own_modes.count:
+            return watching.outside_own_modes(_run, state, forward, self, args[0])
+        return _run(state, forward, self, args[0])
 
     return training_forward
 
@@ -174,10 +189,13 @@ def _state_now(module: Any) -> TrainingState | None:
     """The state of a module whose call may be another one: gradients are on, and nobody looks on."""
     if not torch.is_grad_enabled() or watching.is_watched():
         return None
-    state: TrainingState | None = known.get(module, "training")
-    if state is None or not state.enabled or len_torch_function_stack() > watching.own_modes.count:
+    knows = module.__dict__.get("_kgopt")
+    state: TrainingState | None = None if knows is None else knows.training
+    if state is None or not state.enabled:
         return None
-    return state
+    # A thread's own number takes longer to look up than whether there are modes at all.
+    modes = len_torch_function_stack()
+    return None if modes and modes > own_modes.count else state
 
 
 def _state_compiled(module: Any) -> TrainingState | None:
@@ -193,7 +211,7 @@ def _compiles(conv: Any, x: Any) -> bool:
     state = _state_compiled(conv)
     if state is None or not _is_plain(x) or not state.gains("conv", x):
         return False
-    return takes(conv, x) and runner_of(conv) is not None
+    return takes(conv, x)
 
 
 def _run(state: TrainingState, forward: Callable[..., Any], conv: Any, x: Any) -> Any:
@@ -201,7 +219,7 @@ def _run(state: TrainingState, forward: Callable[..., Any], conv: Any, x: Any) -
         return forward(conv, x)
     key = key_of(x)
     ours = state.ours.get(key)
-    if ours == 0 or (ours is None and not state.measuring) or not takes(conv, x) or runner_of(conv) is None:
+    if ours == 0 or (ours is None and not state.measuring) or not takes(conv, x):
         return forward(conv, x)
     if ours is None and len(state.ours) < SHAPES:
         ours = state.ours[key] = gain_of(_both_of_conv(forward, conv), x)

@@ -36,7 +36,8 @@ class FollowedSite(Site):
             later = self._defer(follower, *operands)
             if later is not None:
                 return later  # type: ignore[return-value]
-        return self.run(*operands, half=self._is_halved_by(follower, operands[-1]))
+        keeps_dtype = self.short and self.keeps_dtype  # whatever follows
+        return self.run(*operands, half=not keeps_dtype and self._is_halved_by(follower, operands[-1]))
 
     def _defer(self, follower: Any, *operands: Any) -> Normalized | None:
         """The value for later, where ``follower`` is a convolution that computes both."""
