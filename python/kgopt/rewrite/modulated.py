@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kgopt.rewrite import originals
 from kgopt.rewrite.chain import PRELU, Chain
 from kgopt.rewrite.glue import plans
-from kgopt.rewrite.meanings import activation_of, is_identity
+from kgopt.rewrite.meanings import activation_of, is_identity, untouched
 from kgopt.rewrite.modules import is_as_is, runs_like_sequential
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.sums import Later, LaterNorm, Sum, runs_in_order
@@ -76,8 +76,8 @@ class Modulation:
 
     def __init__(self, function: Any = None, act: str = "", method: str = "") -> None:
         self.function, self.act, self.method = function, act, method
-        places = () if function is None else originals.of_function(function)
-        self.is_untouched = originals.untouched(*places, *originals.methods((method,) if method else ()))
+        places = originals.methods((method,) if method else ())
+        self.is_untouched = originals.untouched(*places) if function is None else untouched(function, *places)
 
     def __repr__(self) -> str:
         return "Modulation()"

@@ -26,7 +26,7 @@ from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import ConvArgs, NormArgs, as_torch, call_now, emit_kgopt, modulated_norm, without_autocast
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.known import Known
-from kgopt.rewrite.meanings import CONV_MODULES, activation_class, activation_of, is_identity
+from kgopt.rewrite.meanings import CONV_MODULES, activation_class, activation_of, is_identity, untouched
 from kgopt.rewrite.modules import guard_methods, has_own_methods, is_as_is, runs_as_is
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 from kgopt.torch_private import any_requires_grad, len_torch_function_stack
@@ -80,6 +80,8 @@ class Site:
         self.are_others_untouched = originals.untouched(*self._places_beside())
         self.leaf: Any
         self.leaf, self.is_untouched = self.untouched[0] if self.untouched else (None, self._without_leaf())
+        # Functions of the user's that were read.
+        self.read = {i: untouched(f) for i, f in self.others if not (isinstance(f, str) or originals.of_function(f))}
         # Operands before this one may be activations that write into the input of the chain.
         self.in_front = 0 if chain.conv else self.norm_at
 
@@ -122,7 +124,7 @@ class Site:
         for i, role in self.others:
             operand = operands[i]
             if not isinstance(role, str):
-                if operand is not role:
+                if operand is not role or (i in self.read and not self.read[i]()):
                     return False
             elif role == "conv":
                 original = original_class(operand)

@@ -26,7 +26,7 @@ from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.glue.later import Upsampled
-from kgopt.rewrite.meanings import activation_of, conv_of, is_identity
+from kgopt.rewrite.meanings import activation_of, conv_of, is_identity, untouched
 from kgopt.rewrite.modules import guard_methods, is_as_is, passed_on, runs_like_sequential
 from kgopt.rewrite.roles import kind_of
 from kgopt.rewrite.sites import Site
@@ -112,7 +112,7 @@ class Behind:
 
     def __init__(self, function: Any = None, act: str = "") -> None:
         self.function, self.act = function, act
-        self.is_untouched = originals.untouched(*(() if function is None else originals.of_function(function)))
+        self.is_untouched = originals.untouched() if function is None else untouched(function)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
