@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import types
@@ -313,6 +314,26 @@ def activation_of(module: Any) -> str | None:
     # What writes into its input says so by this name, which others ask.
     is_act = type(meaning) is tuple and meaning[1] is bool(module.__dict__.get("inplace", False) and meaning[1])
     return meaning[0] if is_act else None
+
+
+def activation_of_function(function: Any) -> str | None:
+    """The name of what is called with a tensor alone: a function, functools.partial of one, a method that reads no
+    attribute; None where that is no activation that the ops have.
+    """
+    words: dict[str, Any] = {}
+    if type(function) is functools.partial:
+        if function.args:
+            return None
+        function, words = function.func, function.keywords
+    is_method = type(function) is types.MethodType
+    read = _read_of_function(function.__func__ if is_method else function)
+    if read is not None:
+        meaning = read.means((), words, is_method) if read.is_unchanged() else None
+        return meaning[0] if type(meaning) is tuple else None
+    if is_method:
+        return None
+    node = describe_function(function, (), words, users=False)
+    return node.name if node is not None and node.kind == "act" and untouched(function)() else None
 
 
 def is_activation(module: Any) -> bool:

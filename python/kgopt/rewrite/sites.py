@@ -154,9 +154,9 @@ class Site:
 
     def _is_other_untouched(self, norm: Any, x: Any) -> bool:
         leaf: Any = type(norm)
-        for other, untouched in self.untouched[1:]:
+        for other, is_untouched in self.untouched[1:]:
             if other is leaf:
-                return untouched()
+                return is_untouched()
         # Of a subclass of the user's: what that class looks up, and what the rest of the chain does.
         derived = getattr(leaf, "_kgopt_derived", None)
         if derived is None or leaf._kgopt_made is not leaf or derived.kind != self.chain.norm:

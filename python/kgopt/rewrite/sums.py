@@ -160,6 +160,8 @@ class Sum(Behind):
                 return Later(module, x, plan)
         elif isinstance(module, nn.Module) and not is_hooked(module) and not any_global_hooks():
             inside = passed_on(module)
+            if inside is not module and kind_of(type(inside)) is not None and _all_change_nothing(owner, between):
+                return _norm_later(inside, x)
             if isinstance(inside, nn.Sequential) and not is_hooked(inside) and _all_change_nothing(owner, between):
                 return _last_later(inside, x)
         return plans.through(module, x)

@@ -110,8 +110,9 @@ def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...]
     refused: dict[str, str] = {}
     children = set(module._modules)
     for name, function in own_methods(cls):
-        mentioned = children & set(inspect.unwrap(function).__code__.co_names)
-        if not mentioned and not pads_in(function):
+        names = set(inspect.unwrap(function).__code__.co_names)
+        mentioned = children & names
+        if not mentioned and not pads_in(function) and not (children and "getattr" in names):
             continue
         if name in module.__dict__:
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} was replaced on the instance"))

@@ -164,7 +164,7 @@ class Chains:
             return None
         path = self.method.path(e.func)
         role = self.method.role(path) if path else None
-        if role is not None and role[0] not in ("tail", "up"):
+        if role is not None and role[0] not in ("tail", "up", "function"):
             if len(e.args) != 1 or e.keywords:
                 return None
             kind, name, inplace = role

@@ -41,6 +41,7 @@ _COMPARED = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+_SELF: dict[str, Any] = {}  # an object whose attributes nobody may read
 _X = "x"  # the value that a forward is given
 Act = tuple[str, bool]  # an activation of it: its name, and whether it writes into it
 
@@ -98,7 +99,8 @@ class _Kept:
         except (TypeError, ValueError):
             raise _UnreadError from None
         bound.apply_defaults()
-        if any(not isinstance(v, _Value) and type(v) not in _SCALARS for v in bound.arguments.values()):
+        given = bound.arguments.values()
+        if any(not isinstance(v, _Value) and type(v) not in _SCALARS and v is not _SELF for v in given):
             raise _UnreadError
         return self.function(function, dict(bound.arguments), depth)
 
@@ -111,11 +113,12 @@ class SmallFunction(_Kept):
         self.called = function
         self.is_unchanged = self.places.check()
 
-    def means(self, args: Sequence[Any], words: dict[str, Any]) -> Act | str | None:
+    def means(self, args: Sequence[Any], words: dict[str, Any], is_method: bool = False) -> Act | str | None:
         """An activation, :data:`_X` for nothing, or None."""
-        names = (*map(str, range(len(args))), *words)
-        read = functools.partial(self.call, self.called, (_Value(_X), *args), words, 0)
-        return self._look_up(names, (*args, *words.values()), read)
+        names = ("self" if is_method else "", *map(str, range(len(args))), *words)
+        given = (*([_SELF] if is_method else []), _Value(_X), *args)
+        read = functools.partial(self.call, self.called, given, words, 0)
+        return self._look_up(names, (None, *args, *words.values()), read)
 
 
 class Small(_Kept):
