@@ -1,4 +1,4 @@
-"""Functions of a user's that are an activation, behind a norm in code: read, fused, and called where they have changed."""
+"""Users' functions that are an activation, behind a norm in code: read, fused, and called where they have changed."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Zip(Net):
     acts = ("leaky_relu(0.2)",) * 2
 
     def forward(self, x):
-        for conv, norm in zip(self.convs, self.norms):
+        for conv, norm in zip(self.convs, self.norms, strict=True):
             x = conv(x)
             x = norm(x)
             x = self.act(x)

@@ -7,10 +7,10 @@
     h = self.act(h)                              h = _kgopt_mod_0.then(self.act, h)
 
 From ``begin`` on, along every path, only statements run that change no tensor. In front of any other one, and of one
-that reads the value otherwise, stands ``h = _kgopt_mod_0.now(h)``. A path with a sum alone is left as it is: that is the
-business of :mod:`~kgopt.rewrite.source.sums`.
+that reads the value otherwise, stands ``h = _kgopt_mod_0.now(h)``. A path with a sum alone is left as it is, for
+:mod:`~kgopt.rewrite.source.sums`.
 
-So are norms and activations whose names do not say what they are, only the running code (``norm(x)`` in a loop,
+Written in the same way are norms and activations that only the running code knows (``norm(x)`` in a loop,
 ``self.norms[i](x)``, ``getattr(F, self.act)(x)``), and activations that :mod:`~kgopt.rewrite.source.chains` cannot put
 behind their norm, since a branch or another statement stands in between:
 
@@ -118,9 +118,10 @@ class Modulations:
                     name = paths.follow(block, [s is place for s in block].index(True) + 1, name)
             if paths.loop is not None:
                 # The next round begins with what waits at the end of this one.
-                for name in dict.fromkeys([*paths.goes_on, *([name] if name is not None else [])]):
-                    paths.follow(path[0][0], 0, name)
-                    paths.ends.append((paths.loop.block, name, paths.loop.statement))
+                at_end = [] if name is None else [name]
+                for waits in dict.fromkeys([*paths.goes_on, *at_end]):
+                    paths.follow(path[0][0], 0, waits)
+                    paths.ends.append((paths.loop.block, waits, paths.loop.statement))
             elif name is not None and is_inner:
                 paths.ends.append((path[0][0], name, path[0][0][-1]))
             if paths.is_modulated:
@@ -128,7 +129,7 @@ class Modulations:
                 return
 
     def _normalizes(self, e: ast.Call) -> bool:
-        """A call with one argument of a norm, of a Sequential that ends in one, or of what only the running code names."""
+        """A call with one argument of a norm, of a Sequential that ends in one, or of what the running code names."""
         if len(e.args) != 1 or e.keywords or isinstance(e.args[0], ast.Starred):
             return False
         path = self.method.path(e.func)
@@ -312,9 +313,7 @@ class _Paths:
                 break
             whole, made = parent, larger
         assert made is not None
-        self.is_scaled, self.is_shifted, self.is_acted, self.between = (
-            before  # of what was tried; now of what is written
-        )
+        self.is_scaled, self.is_shifted, self.is_acted, self.between = before  # of what was tried
         made = self._waiting(whole)
         assert made is not None
         if isinstance(parent, ast.Attribute) and isinstance(parents[parent], ast.Call):
@@ -501,9 +500,9 @@ def _only_iterates(e: ast.expr) -> bool:
     """Whether no code of the user's runs between the rounds of a loop."""
     calls = [n.func for n in ast.walk(e) if isinstance(n, ast.Call)]
     names = [f.id if isinstance(f, ast.Name) else f.attr if isinstance(f, ast.Attribute) else "" for f in calls]
-    return all(
-        n in (_ITERATORS if isinstance(f, ast.Name) else _ITEMS) for f, n in zip(calls, names, strict=True)
-    ) and (not any(isinstance(n, SCOPES) for n in ast.walk(e)))
+    known = [_ITERATORS if isinstance(f, ast.Name) else _ITEMS for f in calls]
+    are_known = all(name in of for name, of in zip(names, known, strict=True))
+    return are_known and not any(isinstance(n, SCOPES) for n in ast.walk(e))
 
 
 def _outside_scopes(e: ast.AST) -> Iterator[ast.AST]:
