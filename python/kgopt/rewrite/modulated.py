@@ -24,7 +24,7 @@ from kgopt.rewrite.glue import plans
 from kgopt.rewrite.meanings import activation_of, activation_of_function, is_identity, untouched
 from kgopt.rewrite.modules import is_as_is, runs_like_sequential
 from kgopt.rewrite.sites import Site
-from kgopt.rewrite.sums import Later, LaterNorm, Sum, runs_in_order
+from kgopt.rewrite.sums import Later, LaterNorm, Sum, Waiting, given_later, runs_in_order
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 
 _SUM = Sum()
@@ -32,39 +32,6 @@ _KEPT = types.FunctionType, types.BuiltinFunctionType
 _ADDCMUL = torch.addcmul
 _multiplies_as_is = originals.untouched(*originals.methods(("__mul__", "__imul__", "__add__", "__iadd__")))
 _is_addcmul_untouched = originals.untouched((torch, "addcmul"))
-
-
-class Waiting:
-    """A norm's value that is not computed yet, times ``factor``, plus ``shift``, where these are not None."""
-
-    __slots__ = ("factor", "later", "shift")
-
-    def __init__(self, later: LaterNorm, factor: Any = None, shift: Any = None) -> None:
-        self.later = later
-        self.factor = factor
-        self.shift = shift
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is the norm's own value."""
-        return self.factor is None and self.shift is None
-
-    def value(self) -> Any:
-        """The tensor."""
-        if self.is_plain:
-            return self.later.value()
-        y = self.with_act("none")
-        assert y is not None
-        return y
-
-    def with_act(self, act: str, prelu: Any = None) -> Tensor | None:
-        """With an activation, in one op; None where that has rules of its own."""
-        later = self.later
-        return later.site.run_modulated(later.module, later.x, self.factor, self.shift, act, prelu)
-
-    def may_take(self, operand: Any) -> bool:
-        """Whether the op can multiply with, or add, an operand."""
-        return self.later.site.may_modulate(self.later.module, self.later.x, operand)
 
 
 @functools.lru_cache(maxsize=256)
@@ -90,10 +57,20 @@ class Modulation:
 
     def begin(self, module: Any, x: Any, owner: Any = None, *between: str) -> Any:
         """``module(x)``, or its value for later. ``between``: children of ``owner`` that are called while it waits."""
-        value = _SUM.begin(module, x, owner, *between)
+        given = given_later(module, (x,), owner, *between)
+        value = _SUM.begin(module, x, owner, *between) if given is None else given
+        if type(value) is Waiting:
+            return value if _multiplies_as_is() else value.value()
         if type(value) is LaterNorm:
             return Waiting(value) if _multiplies_as_is() else value.value()
         return value.value() if isinstance(value, Later) else value
+
+    def begin_with(self, module: Any, args: tuple[Any, ...], owner: Any = None, *between: str) -> Any:
+        """``module(*args)``, or its value for later."""
+        value = given_later(module, tuple(map(self.now, args)), owner, *between)
+        if value is None:
+            return module(*map(self.now, args))
+        return value if type(value) is not Waiting or _multiplies_as_is() else value.value()
 
     def step(self, module: Any, value: Any, owner: Any = None, *between: str) -> Any:
         """``module(value)`` of whatever the code has there: an activation behind a norm that waits, a norm that waits

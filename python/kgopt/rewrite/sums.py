@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kgopt import ops as ops
 from kgopt.rewrite import known, originals, watching
 from kgopt.rewrite.chain import PRELU, Chain
-from kgopt.rewrite.disguise import original_class
+from kgopt.rewrite.disguise import is_made, original_class
 from kgopt.rewrite.emit import NormArgs
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import plans
@@ -95,6 +95,55 @@ class LaterNorm(Later):
         return y
 
 
+class Waiting:
+    """A norm's value that is not computed yet, times ``factor``, plus ``shift``, where these are not None."""
+
+    __slots__ = ("factor", "later", "shift")
+
+    def __init__(self, later: LaterNorm, factor: Any = None, shift: Any = None) -> None:
+        self.later = later
+        self.factor = factor
+        self.shift = shift
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the norm's own value."""
+        return self.factor is None and self.shift is None
+
+    def value(self) -> Any:
+        """The tensor."""
+        if self.is_plain:
+            return self.later.value()
+        y = self.with_act("none")
+        assert y is not None
+        return y
+
+    def with_act(self, act: str, prelu: Any = None) -> Tensor | None:
+        """With an activation, in one op; None where that has rules of its own."""
+        later = self.later
+        return later.site.run_modulated(later.module, later.x, self.factor, self.shift, act, prelu)
+
+    def may_take(self, operand: Any) -> bool:
+        """Whether the op can multiply with, or add, an operand."""
+        return self.later.site.may_modulate(self.later.module, self.later.x, operand)
+
+
+def given_later(module: Any, args: tuple[Any, ...], owner: Any = None, *between: str) -> Any:
+    """What a module gives whose forward ends in a norm: that norm's value for later, or a tensor; None of any other.
+
+    ``between``: children of ``owner`` that are called while it waits.
+    """
+    cls = type(module)
+    forward = getattr(cls, "_kgopt_later_of", None)
+    if forward is None or cls.forward is not forward or cls.__call__ is not nn.Module.__call__ or not is_made(cls):
+        return None
+    if is_hooked(module) or any_global_hooks() or not _adds_as_is() or not _all_change_nothing(owner, between):
+        return None
+    if not torch.compiler.is_compiling() and watching.is_watched():
+        return None
+    return cls._kgopt_later(module, *args)
+
+
 _ALONE = {kind: Site(Chain(kind), ("norm",), hands=True) for kind in ("group", "instance")}
 
 
@@ -159,6 +208,9 @@ class Sum(Behind):
             if plan is not None and plan.adds and _all_change_nothing(owner, between):
                 return Later(module, x, plan)
         elif isinstance(module, nn.Module) and not is_hooked(module) and not any_global_hooks():
+            given = given_later(module, (x,), owner, *between)
+            if given is not None:
+                return given if type(given) is not Waiting else given.later if given.is_plain else given.value()
             inside = passed_on(module)
             if inside is not module and kind_of(type(inside)) is not None and _all_change_nothing(owner, between):
                 return _norm_later(inside, x)

@@ -86,11 +86,11 @@ def _method(function: types.FunctionType, role: Callable[[Path], Role | None]) -
     return Method(inside, role, parse(inside, decorated=inside is not function))
 
 
-def _rewrite(method: Method) -> Found:
-    """Puts all sites into a method's tree; what it holds."""
+def _rewrite(method: Method, gives: bool = False) -> Found:
+    """Puts all sites into a method's tree; what it holds. ``gives``: it may return a norm's value for later."""
     sink(method, method.tree.body)
     found = Chains(method).run()
-    modulations = Modulations(method)
+    modulations = Modulations(method, gives)
     modulations.run()
     sums = Sums(method)
     sums.run(method.tree.body)
@@ -101,6 +101,16 @@ def _rewrite(method: Method) -> Found:
         found.chains.setdefault(path, []).append(chain)
     keep_formats(method)
     return found
+
+
+def _giving(name: str, method: Method, role: Callable[[Path], Role | None]) -> Method | None:
+    """The same forward, with the value of a norm at its end for later; None where there is none."""
+    has_norm = any(kind == "norm" or (kind, what) == ("tail", "norm") for kind, what, _ in method.used_roles.values())
+    if name != "forward" or not has_norm:
+        return None
+    other = Method(method.code, role, parse(method.code, decorated=hasattr(method.code, "__wrapped__")))
+    _rewrite(other, gives=True)
+    return other if other.gives else None
 
 
 def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...], list[Found], dict[str, str]]:
@@ -124,8 +134,10 @@ def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...]
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} {error}"))
             continue
         found.append(in_method)
-        if method.sites:
-            recipe.append((name, tuple(sorted(method.used_roles.items()))))
+        giving = None if undecorated(function) is not function else _giving(name, method, method.role_of)
+        if method.sites or giving is not None:
+            roles = method.used_roles | ({} if giving is None else giving.used_roles)
+            recipe.append((name, tuple(sorted(roles.items()))))
     return tuple(recipe), found, refused
 
 
@@ -144,12 +156,18 @@ def rewritten_methods(cls: type, recipe: dict[str, Roles], stand: Stand) -> dict
         try:
             method = _method(function, lambda path, roles=roles: roles.get(text_of(path)))  # type: ignore[misc]
             _rewrite(method)
+            giving = None if undecorated(function) is not function else _giving(name, method, method.role_of)
         except CannotRewriteError:
             continue
+        if giving is not None:
+            made["_kgopt_later"] = rebuild(giving.code, giving.tree, giving.sites, stand(name), inside=True)
+            made["_kgopt_later_of"] = function
         if method.sites:
             inside, standing = method.code is not function, stand(name)
             new = rebuild(method.code, method.tree, method.sites, standing, inside)
             made[name] = redecorated(function, new, standing) if inside else new
+            if giving is not None:
+                made["_kgopt_later_of"] = new
     return made
 
 

@@ -37,6 +37,7 @@ class Method:
         self.tree = copy.deepcopy(tree)
         self.sites: dict[str, Replacement] = {}
         self.used_roles: dict[str, Role] = {}
+        self.gives = False  # it may return what is no tensor yet
         arguments = self.tree.args
         self.owner = "".join(function.__qualname__.split(".")[-2:-1])
         self.self_name = (arguments.posonlyargs + arguments.args)[0].arg

@@ -45,8 +45,9 @@ _Place = tuple[list[ast.stmt], ast.stmt]  # a block, and one of its statements
 class Modulations:
     """Those of one method."""
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self, method: Method, gives: bool = False) -> None:
         self.method = method
+        self.gives = gives  # what waits may be returned
         self.name = f"_kgopt_mod_{len(method.sites)}"
         self.live = liveness(method.tree.body)
         self.written: dict[int, str | None] = {}  # statements, by id: the name that waits behind them
@@ -130,12 +131,13 @@ class Modulations:
 
     def _normalizes(self, e: ast.Call) -> bool:
         """A call with one argument of a norm, of a Sequential that ends in one, or of what the running code names."""
-        if len(e.args) != 1 or e.keywords or isinstance(e.args[0], ast.Starred):
+        if not e.args or e.keywords or any(isinstance(a, ast.Starred) for a in e.args):
             return False
         path = self.method.path(e.func)
         if path is not None:
             role = self.method.role(path)
-            return role is not None and (role[0] == "norm" or role[:2] == ("tail", "norm"))
+            is_norm = role is not None and role[0] == "norm" and len(e.args) == 1
+            return is_norm or (role is not None and role[:2] == ("tail", "norm"))
         return self.is_open(e.func)
 
     def is_open(self, e: ast.expr) -> bool:
@@ -191,6 +193,7 @@ class _Paths:
     is_scaled: bool = False
     is_shifted: bool = False
     is_acted: bool = False  # a call takes what waits
+    is_given: bool = False  # it is returned
     act: str = "none"
     failed: bool = False
     waits: str | None = None
@@ -202,7 +205,7 @@ class _Paths:
 
     @property
     def is_modulated(self) -> bool:
-        return self.is_scaled or (self.is_acted and not self.is_shifted)
+        return self.is_scaled or ((self.is_acted or self.is_given) and not self.is_shifted)
 
     def begin(self, statement: Any, call: ast.Call) -> None:
         """The statement with the norm."""
@@ -327,6 +330,9 @@ class _Paths:
             target = None if isinstance(s, ast.Return) else self.method.target(s)
             if whole is s.value and target is not None:
                 return _Edit(s, made, waits=target)
+            if whole is s.value and self.of.gives and (self.is_scaled or not self.is_shifted):
+                self.is_given = True
+                return _Edit(s, made)
             if in_place and whole is self.base:
                 return None
             old, new = whole, self.of.call("now", [made], whole)
@@ -339,6 +345,9 @@ class _Paths:
     def _waiting(self, e: ast.expr) -> ast.expr | None:
         """An expression that may wait, as it is written; None for one that does not."""
         if e is self.base:
+            if isinstance(e, ast.Call) and len(e.args) > 1:
+                args = ast.copy_location(ast.Tuple(list(e.args), ast.Load()), e)
+                return self.of.call("begin_with", [e.func, args], e)
             if isinstance(e, ast.Call):  # commit adds what is called while it waits
                 return self.of.call("step" if self.of.is_open(e.func) else "begin", [e.func, e.args[0]], e)
             return copy.deepcopy(e)
@@ -429,6 +438,7 @@ class _Paths:
         """Writes what was found."""
         of = self.of
         self.method.sites.setdefault(of.name, Modulation())
+        self.method.gives = self.method.gives or self.is_given
         for edit in self.edits.values():
             s = edit.statement
             for node in ast.walk(edit.value):
@@ -461,9 +471,12 @@ class _Paths:
         block.insert(at, now)
 
 
+_BEGINS = "begin", "begin_with", "step"
+
+
 def _is_begin(node: ast.AST, name: str) -> bool:
     function = node.func if isinstance(node, ast.Call) else None
-    of = function.value if isinstance(function, ast.Attribute) and function.attr in ("begin", "step") else None
+    of = function.value if isinstance(function, ast.Attribute) and function.attr in _BEGINS else None
     return isinstance(of, ast.Name) and of.id == name
 
 
