@@ -56,8 +56,8 @@ def role_in_code(root: nn.Module, path: Path) -> Role | None:
     """:func:`role_of` what a path means. Beside that: "up", an upsampling; "pad", zero padding; "tail", a Sequential;
     "function", an attribute or a method that is an activation, and no module.
 
-    A tail ends in a convolution or a norm (as a forward may, see :mod:`~kgopt.rewrite.source`), or passes its input on to
-    one, and can wait for a sum. Of a path that begins with "" only: is it a module, or None?
+    A tail ends in a convolution or a norm (as a forward may, see :mod:`~kgopt.rewrite.source`), or passes its input on
+    to one, and can wait for a sum. Of a path that begins with "" only: is it a module, or None?
     """
     if path[:1] == ("",):
         is_none = len(path) == 2 and path[1] in root.__dict__ and root.__dict__[path[1]] is None

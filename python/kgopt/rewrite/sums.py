@@ -134,9 +134,11 @@ def given_later(module: Any, args: tuple[Any, ...], owner: Any = None, *between:
     ``between``: children of ``owner`` that are called while it waits.
     """
     cls = type(module)
-    forward = getattr(cls, "_kgopt_later_of", None)
-    if forward is None or cls.forward is not forward or cls.__call__ is not nn.Module.__call__ or not is_made(cls):
+    both = getattr(cls, "_kgopt_later_of", None)
+    if both is None or not is_made(cls) or cls.__call__ is not nn.Module.__call__:
         return None
+    if cls.forward is not both[0] or cls._kgopt_original.forward is not both[1]:
+        return None  # it has another one, or something around it
     if is_hooked(module) or any_global_hooks() or not _adds_as_is() or not _all_change_nothing(owner, between):
         return None
     if not torch.compiler.is_compiling() and watching.is_watched():

@@ -161,13 +161,13 @@ def rewritten_methods(cls: type, recipe: dict[str, Roles], stand: Stand) -> dict
             continue
         if giving is not None:
             made["_kgopt_later"] = rebuild(giving.code, giving.tree, giving.sites, stand(name), inside=True)
-            made["_kgopt_later_of"] = function
+            made["_kgopt_later_of"] = function, function
         if method.sites:
             inside, standing = method.code is not function, stand(name)
             new = rebuild(method.code, method.tree, method.sites, standing, inside)
             made[name] = redecorated(function, new, standing) if inside else new
             if giving is not None:
-                made["_kgopt_later_of"] = new
+                made["_kgopt_later_of"] = new, function
     return made
 
 
