@@ -118,7 +118,27 @@ class Alone(Net):
         return self.block(x).cos()
 
 
-NETS = (Adds, Loop, Nested, Acts, Styled, Alone)
+class Below(Block):
+    """Runs the forward of the class above, and that the one of its own."""
+
+    def forward(self, x):
+        return x + torch.sin(super().forward(x))
+
+
+class Lowest(Below):
+    def forward(self, x):
+        return F.silu(self.norm1(x)) + super().forward(x)
+
+
+class Inherits(Net):
+    made = Lowest
+    ran = ("silu", "relu", "none")
+
+    def forward(self, x):
+        return self.block(x)
+
+
+NETS = (Adds, Loop, Nested, Acts, Styled, Alone, Inherits)
 
 
 @pytest.fixture
@@ -232,6 +252,17 @@ def test_the_code_of_a_forward_without_sites_changes(monkeypatch):
     check(net, original)
     monkeypatch.undo()
     monkeypatch.setattr(Early, "forward", lambda self, x: self.conv(x) * 3)
+    check(net, original)
+
+
+def test_the_class_above_has_another_forward_later(monkeypatch):
+    net, original = pair(Inherits)
+    for cls in (Block, Below):
+        with monkeypatch.context() as patched:
+            patched.setattr(cls, "forward", lambda self, x: self.conv(x) * 3)
+            check(net, original)
+        check(net, original)
+    monkeypatch.setattr(Block.forward, "__code__", (lambda self, x: self.norm1(x)).__code__)
     check(net, original)
 
 

@@ -75,6 +75,16 @@ class Cached(Net):
         return x + kept[0]
 
 
+class SumBehind(Net):
+    acts = ("silu",)
+
+    def forward(self, x):
+        h = x
+        for layer in self.layers[:4]:
+            h = layer(h)
+        return torch.tanh(x + h)
+
+
 class Leaves(Net):
     """What waits is asked for where the loop is left, and where another round keeps it."""
 
@@ -196,7 +206,7 @@ class Written(Net):
         return h + x
 
 
-NETS = (Zip, Index, Layers, Cached, Leaves, Named, ByGetattr, Functions, Optional, Missing, Wrapped)
+NETS = (Zip, Index, Layers, SumBehind, Cached, Leaves, Named, ByGetattr, Functions, Optional, Missing, Wrapped)
 
 
 @pytest.fixture

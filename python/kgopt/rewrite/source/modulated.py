@@ -122,7 +122,7 @@ class Modulations:
                 at_end = [] if name is None else [name]
                 for waits in dict.fromkeys([*paths.goes_on, *at_end]):
                     paths.follow(path[0][0], 0, waits)
-                    paths.ends.append((paths.loop.block, waits, paths.loop.statement))
+                    paths.leave(paths.loop, waits)
             elif name is not None and is_inner:
                 paths.ends.append((path[0][0], name, path[0][0][-1]))
             if paths.is_modulated:
@@ -216,6 +216,19 @@ class _Paths:
             return
         self.edits[id(statement)] = made
         self.waits = made.waits
+
+    def leave(self, loop: _Loop, name: str) -> None:
+        """What waits at the end of a loop's rounds goes into the sum behind the loop, or is computed."""
+        at = [s is loop.statement for s in loop.block].index(True) + 1
+        is_last = at == len(loop.block) or not isinstance(loop.block[at], (ast.Assign, ast.Return))
+        noted = self.is_scaled, self.is_shifted
+        is_taken = is_last or id(loop.block[at]) in self.edits or id(loop.block[at]) in self.of.written
+        edit = None if is_taken or not self.is_modulated else self._read(loop.block[at], name)
+        self.is_scaled, self.is_shifted = noted
+        if edit is None or edit.waits is not None:
+            self.ends.append((loop.block, name, loop.statement))
+        else:
+            self.edits[id(loop.block[at])] = edit
 
     def follow(self, block: list[ast.stmt], start: int, name: str) -> str | None:
         """Goes through a block; the variable that waits at its end."""
