@@ -256,8 +256,8 @@ def recording(ran: list[tuple[Any, int]]) -> Iterator[None]:
         ran.append((operands[self.norm_at], count(self.chain.post) + self.chain.residual))
         return run(self, *operands, **more)
 
-    def recorded_added(self: Any, norm: Any, x: Any, other: Any, act: str, prelu: Any = None) -> Any:
-        y = run_added(self, norm, x, other, act, prelu)
+    def recorded_added(self: Any, norm: Any, x: Any, other: Any, act: str, *more: Any) -> Any:
+        y = run_added(self, norm, x, other, act, *more)
         if y is not None:
             ran.append((norm, 1 + count(act)))
         return y

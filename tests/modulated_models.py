@@ -305,7 +305,7 @@ FUSED = {
     Slopes: [(True, True, "prelu")],
     OneForAll: [(True, True, "silu")],
     Dropped: [(True, True, "none")],
-    Loop: [(True, True, "none")] * 2,
+    Loop: [(True, True, "none"), (True, True, "silu")],
     TwoNorms: [(True, True, "silu")],
     TwoNormsBesideLayers: [(True, True, "silu")],
     TwoAtOnce: [(True, True, "none")],

@@ -123,6 +123,32 @@ add(
     (1, 3, 9, 32, 32),
 )
 add(
+    "AutoencoderKLMochi",
+    lambda d: d.AutoencoderKLMochi(
+        in_channels=15,
+        encoder_block_out_channels=(32,) * 4,
+        decoder_block_out_channels=(32,) * 4,
+        latent_channels=4,
+        layers_per_block=(1,) * 5,
+    ),
+    (1, 3, 7, 16, 16),
+)
+add(
+    "AutoencoderKLHunyuanImage",
+    lambda d: d.AutoencoderKLHunyuanImage(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=4,
+        block_out_channels=(32, 32),
+        layers_per_block=1,
+        spatial_compression_ratio=2,
+        sample_size=16,
+        downsample_match_channel=False,
+        upsample_match_channel=False,
+    ),
+    X,
+)
+add(
     "AutoencoderKLCosmos",
     lambda d: d.AutoencoderKLCosmos(
         encoder_block_out_channels=(8, 8, 8, 8),
@@ -214,6 +240,29 @@ add(
         up_block_types=("ResnetUpsampleBlock2D", "SimpleCrossAttnUpBlock2D"),
         mid_block_type="UNetMidBlock2DSimpleCrossAttn",
         **_COND,
+    ),
+    _X4,
+    3,
+    _TEXT,
+)
+add(
+    "UNet2DConditionModel with K blocks",
+    lambda d: d.UNet2DConditionModel(
+        sample_size=16,
+        in_channels=4,
+        out_channels=4,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("KCrossAttnDownBlock2D", "KDownBlock2D"),
+        up_block_types=("KUpBlock2D", "KCrossAttnUpBlock2D"),
+        mid_block_type=None,
+        cross_attention_dim=8,
+        attention_head_dim=16,
+        norm_num_groups=None,
+        resnet_time_scale_shift="scale_shift",
+        time_embedding_type="fourier",
+        timestep_post_act="gelu",
+        act_fn="gelu",
     ),
     _X4,
     3,

@@ -85,7 +85,19 @@ add(
 add("resnet18 as features", lambda timm: timm.create_model("resnet18", features_only=True, **_small), X, norm="group")
 add("res2net50_14w_8s", lambda timm: make(timm, "res2net50_14w_8s", layers=(1, 1, 1, 1)), X, norm="group")
 add("skresnet18", lambda timm: make(timm, "skresnet18", **_small), X, norm="group")
-add("poolformer", lambda timm: make(timm, "poolformer_s12", layers=(1, 1, 1, 1), embed_dims=(8, 16, 16, 24)), X)
+add(
+    "poolformer",
+    lambda timm: timm.models.metaformer.MetaFormer(
+        depths=(1, 1, 1, 1),
+        dims=(8, 16, 16, 24),
+        num_classes=5,
+        downsample_norm=None,
+        norm_layers=timm.layers.GroupNorm1,
+        res_scale_init_values=None,
+        use_mlp_head=False,
+    ),
+    X,
+)
 add("repvit", lambda timm: make(timm, "repvit_m0_9", depth=(1, 1, 1, 1), embed_dim=(8, 16, 24, 32)), X, norm="mixed")
 add("convmixer", lambda timm: timm.models.convmixer.ConvMixer(16, 2, 5, 4, num_classes=5), X32, norm="group")
 add("resnet GroupNorm", lambda timm: make(timm, "resnet26t", norm_layer=timm.layers.GroupNorm1, **_small), X)

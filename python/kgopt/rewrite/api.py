@@ -298,7 +298,7 @@ def _swap(
         if not reason and recipe is not norms.RECIPE:
             rows[id(module)].fill(source.derived.chain_of(module))
     _swap_channel_norms(modules, rows, refuse, measure)
-    for path, module in modules:
+    for path, module in reversed(modules):  # a module knows whether its children's forwards end in a norm
         if original_class(module) is None and not isinstance(module, (torch.fx.GraphModule, *NORMS)):
             _rewrite_parent(module, rows, bool(excluded(path)))
     for _, module in modules:

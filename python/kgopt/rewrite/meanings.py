@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -254,12 +256,13 @@ def conv_of(module: Any) -> str | None:
 # By a user's class: what was read of its forward (rewrite/source/small.py); None: nothing that has a meaning here.
 _READ: dict[type, Any] = {}
 _READ_AT_MOST = 4096  # a program that makes classes as it runs never ends making them
-_reader: list[Callable[[nn.Module], Any]] = []
+_READ_FUNCTIONS: dict[Any, Any] = {}  # the same, by a user's function
+_reader: list[tuple[Callable[[nn.Module], Any], Callable[[Any], Any]]] = []
 
 
-def read_by(reader: Callable[[nn.Module], Any]) -> None:
-    """Has a function read the forwards of users' modules."""
-    _reader.append(reader)
+def read_by(module: Callable[[nn.Module], Any], function: Callable[[Any], Any]) -> None:
+    """Has these read the forwards of users' modules, and users' functions."""
+    _reader.append((module, function))
 
 
 def read_of(module: Any) -> Any:
@@ -270,9 +273,31 @@ def read_of(module: Any) -> Any:
             return None
         if len(_READ) >= _READ_AT_MOST:
             _READ.clear()
-        _READ[cls] = _reader[0](module)
+        _READ[cls] = _reader[0][0](module)
     found = _READ[cls]
     return found if found is not None and found.is_unchanged() else None
+
+
+def _read_of_function(function: Any) -> Any:
+    """What was read of a user's function; None of any other."""
+    if type(function) is not types.FunctionType or str(function.__module__).partition(".")[0] in ("torch", "kgopt"):
+        return None
+    if function not in _READ_FUNCTIONS:
+        if not _reader or torch.compiler.is_compiling():
+            return None
+        if len(_READ_FUNCTIONS) >= _READ_AT_MOST:
+            _READ_FUNCTIONS.clear()
+        _READ_FUNCTIONS[function] = _reader[0][1](function)
+    return _READ_FUNCTIONS[function]
+
+
+def untouched(function: Any, *places: originals.Place) -> Callable[[], bool]:
+    """A function that says whether a function that :func:`describe_function` knows still is that, and so are places."""
+    found = _read_of_function(function)
+    if found is None:
+        return originals.untouched(*originals.of_function(function), *places)
+    others = originals.untouched(*places)
+    return lambda: found.is_unchanged() and others()
 
 
 def _read_meaning(module: Any, training: bool | None = None) -> Any:
@@ -289,6 +314,26 @@ def activation_of(module: Any) -> str | None:
     # What writes into its input says so by this name, which others ask.
     is_act = type(meaning) is tuple and meaning[1] is bool(module.__dict__.get("inplace", False) and meaning[1])
     return meaning[0] if is_act else None
+
+
+def activation_of_function(function: Any) -> str | None:
+    """The name of what is called with a tensor alone: a function, functools.partial of one, a method that reads no
+    attribute; None where that is no activation that the ops have.
+    """
+    words: dict[str, Any] = {}
+    if type(function) is functools.partial:
+        if function.args:
+            return None
+        function, words = function.func, function.keywords
+    is_method = type(function) is types.MethodType
+    read = _read_of_function(function.__func__ if is_method else function)
+    if read is not None:
+        meaning = read.means((), words, is_method) if read.is_unchanged() else None
+        return meaning[0] if type(meaning) is tuple else None
+    if is_method:
+        return None
+    node = describe_function(function, (), words, users=False)
+    return node.name if node is not None and node.kind == "act" and untouched(function)() else None
 
 
 def is_activation(module: Any) -> bool:
@@ -317,8 +362,11 @@ class _Unknown:
 UNKNOWN = _Unknown()
 
 
-def describe_function(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Node | None:
-    """The node that a call makes, without its inputs; ``args`` are those after the tensors."""
+def describe_function(function: Any, args: Sequence[Any], kwargs: dict[str, Any], users: bool = True) -> Node | None:
+    """The node that a call makes, without its inputs; ``args`` are those after the tensors.
+
+    ``users``: of users' functions, too. Whether these still are what was read :func:`untouched` knows.
+    """
     if any(a is UNKNOWN for a in (*args, *kwargs.values())):
         return None
     if function is None:
@@ -338,6 +386,9 @@ def describe_function(function: Any, args: Sequence[Any], kwargs: dict[str, Any]
             return _flatten(*args, **kwargs)
         if function in (_ADD, operator.add) and not args and kwargs.get("alpha", 1) == 1 and len(kwargs) <= 1:
             return Node("add") if not kwargs or "alpha" in kwargs else None
+        read = _read_of_function(function) if users else None
+        meaning = read.means(args, kwargs) if read is not None and read.is_unchanged() else None
+        return Node("act", name=meaning[0], inplace=meaning[1]) if type(meaning) is tuple else None
     except TypeError:  # arguments that the function does not have: it says so itself when it runs
         return None
     return None

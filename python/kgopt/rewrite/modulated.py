@@ -1,4 +1,5 @@
-"""A norm whose result is scaled and shifted by sample: ``act(norm(x) * (1 + scale) + shift)`` as one op.
+"""A norm whose result is scaled and shifted by sample: ``act(norm(x) * (1 + scale) + shift)`` as one op; and norms and
+activations that only the running code names: ``for norm in self.norms: x = F.relu(norm(x))``, ``self.act_fn(norm(x))``.
 
 The front end for source code (:mod:`~kgopt.rewrite.source.modulated`) has :meth:`Modulation.begin` called in place of
 the norm, whose value then waits for the product, the sum and the activation that follow, each of which is one of
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import types
 from typing import Any
 
 import torch
@@ -19,49 +21,17 @@ from torch import Tensor, nn
 from kgopt.rewrite import originals
 from kgopt.rewrite.chain import PRELU, Chain
 from kgopt.rewrite.glue import plans
-from kgopt.rewrite.meanings import activation_of, is_identity
+from kgopt.rewrite.meanings import activation_of, activation_of_function, is_identity, untouched
 from kgopt.rewrite.modules import is_as_is, runs_like_sequential
 from kgopt.rewrite.sites import Site
-from kgopt.rewrite.sums import Later, LaterNorm, Sum, runs_in_order
+from kgopt.rewrite.sums import Later, LaterNorm, Sum, Waiting, given_later, runs_in_order
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 
 _SUM = Sum()
+_KEPT = types.FunctionType, types.BuiltinFunctionType
 _ADDCMUL = torch.addcmul
 _multiplies_as_is = originals.untouched(*originals.methods(("__mul__", "__imul__", "__add__", "__iadd__")))
 _is_addcmul_untouched = originals.untouched((torch, "addcmul"))
-
-
-class Waiting:
-    """A norm's value that is not computed yet, times ``factor``, plus ``shift``, where these are not None."""
-
-    __slots__ = ("factor", "later", "shift")
-
-    def __init__(self, later: LaterNorm, factor: Any = None, shift: Any = None) -> None:
-        self.later = later
-        self.factor = factor
-        self.shift = shift
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is the norm's own value."""
-        return self.factor is None and self.shift is None
-
-    def value(self) -> Any:
-        """The tensor."""
-        if self.is_plain:
-            return self.later.value()
-        y = self.with_act("none")
-        assert y is not None
-        return y
-
-    def with_act(self, act: str, prelu: Any = None) -> Tensor | None:
-        """With an activation, in one op; None where that has rules of its own."""
-        later = self.later
-        return later.site.run_modulated(later.module, later.x, self.factor, self.shift, act, prelu)
-
-    def may_take(self, operand: Any) -> bool:
-        """Whether the op can multiply with, or add, an operand."""
-        return self.later.site.may_modulate(self.later.module, self.later.x, operand)
 
 
 @functools.lru_cache(maxsize=256)
@@ -76,8 +46,8 @@ class Modulation:
 
     def __init__(self, function: Any = None, act: str = "", method: str = "") -> None:
         self.function, self.act, self.method = function, act, method
-        places = () if function is None else originals.of_function(function)
-        self.is_untouched = originals.untouched(*places, *originals.methods((method,) if method else ()))
+        places = originals.methods((method,) if method else ())
+        self.is_untouched = originals.untouched(*places) if function is None else untouched(function, *places)
 
     def __repr__(self) -> str:
         return "Modulation()"
@@ -87,10 +57,33 @@ class Modulation:
 
     def begin(self, module: Any, x: Any, owner: Any = None, *between: str) -> Any:
         """``module(x)``, or its value for later. ``between``: children of ``owner`` that are called while it waits."""
-        value = _SUM.begin(module, x, owner, *between)
+        given = given_later(module, (x,), owner, *between)
+        value = _SUM.begin(module, x, owner, *between) if given is None else given
+        if type(value) is Waiting:
+            return value if _multiplies_as_is() else value.value()
         if type(value) is LaterNorm:
             return Waiting(value) if _multiplies_as_is() else value.value()
         return value.value() if isinstance(value, Later) else value
+
+    def begin_with(self, module: Any, args: tuple[Any, ...], owner: Any = None, *between: str) -> Any:
+        """``module(*args)``, or its value for later."""
+        value = given_later(module, tuple(map(self.now, args)), owner, *between)
+        if value is None:
+            return module(*map(self.now, args))
+        return value if type(value) is not Waiting or _multiplies_as_is() else value.value()
+
+    def step(self, module: Any, value: Any, owner: Any = None, *between: str) -> Any:
+        """``module(value)`` of whatever the code has there: an activation behind a norm that waits, a norm that waits
+        from now on, or anything else.
+        """
+        if type(value) is Waiting:
+            y = self._acted(module, value)
+            if y is not None:
+                return y
+            if _does_nothing(module):
+                return value
+            value = value.value()
+        return self.begin(module, value, owner, *between) if isinstance(module, nn.Module) else module(value)
 
     def now(self, value: Any) -> Any:
         """The tensor."""
@@ -99,7 +92,7 @@ class Modulation:
     def through(self, module: Any, value: Any) -> Any:
         """``module(value)``; a module that does nothing lets it wait."""
         if type(value) is Waiting:
-            if isinstance(module, nn.Module) and is_identity(module) and is_as_is(module) and not any_global_hooks():
+            if _does_nothing(module):
                 return value
             value = value.value()
         return module(value)
@@ -154,6 +147,11 @@ class Modulation:
         """``act(value)``. ``act`` is a module, perhaps a Sequential that begins with one, or calls ``function``."""
         if type(value) is not Waiting:
             return act(value)
+        y = self._acted(act, value, function)
+        return act(value.value()) if y is None else y
+
+    def _acted(self, act: Any, value: Waiting, function: Any = None) -> Any:
+        """What an activation gives, computed with what waits; None where it has to be called."""
         if _is_sequential(act):
             modules = list(act._modules.values())
             y = self.then(modules[0], value)
@@ -161,23 +159,32 @@ class Modulation:
                 y = plans.before(module, following, y)
             return plans.through(modules[-1], y) if len(modules) > 1 else y
         is_module = isinstance(act, nn.Module)
+        name: str | None
         if is_module:
             name = activation_of(act) if is_as_is(act) and not any_global_hooks() else None
+        elif function is None and self.function is None and not self.method:
+            name = None if torch.compiler.is_compiling() else activation_of_function(act)
         else:
             name = self.act if function is self.function and self.is_untouched() else None
-        y = None
-        if name and value.is_plain:
-            y = self._norm_then(value.later, name, act if is_module else function)
-        elif name:
-            y = value.with_act(name, act if name == PRELU else None)
-        return act(value.value()) if y is None else y
+        if not name:
+            return None
+        if value.is_plain:
+            return self._norm_then(value.later, name, act if is_module or function is None else function)
+        return value.with_act(name, act if name == PRELU else None)
 
     def _norm_then(self, later: LaterNorm, name: str, operand: Any) -> Tensor | None:
         """The norm and its activation, where nothing stands between the two."""
         is_module = isinstance(operand, nn.Module)
+        is_new = not (is_module or self.method or isinstance(operand, _KEPT))  # a partial, a method: at each call
+        if is_new or (torch.compiler.is_compiling() and name != PRELU):
+            return later.site.run_modulated(later.module, later.x, None, None, name)
         site = _followed(later.site.chain.norm, name, name if is_module else operand, "" if is_module else self.method)
         operands = (later.module, later.x) if self.method and not is_module else (later.module, operand, later.x)
         return site.run(*operands) if site.ready(*operands) else None
+
+
+def _does_nothing(module: Any) -> bool:
+    return isinstance(module, nn.Module) and is_identity(module) and is_as_is(module) and not any_global_hooks()
 
 
 def _plus(later: Waiting, other: Any) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import types
 from typing import Any
 
 from torch import nn
 
 from kgopt.rewrite import known
 from kgopt.rewrite.disguise import is_made, original_class
-from kgopt.rewrite.meanings import activation_of, conv_of, is_activation, may_be_identity
+from kgopt.rewrite.meanings import activation_of, activation_of_function, conv_of, is_activation, may_be_identity
 from kgopt.rewrite.modules import has_own_methods, is_upsampler, is_zero_padding, passed_on
 from kgopt.rewrite.watching import is_hooked
 
@@ -51,23 +53,28 @@ def role_of(module: Any) -> Role | None:
 
 
 def role_in_code(root: nn.Module, path: Path) -> Role | None:
-    """:func:`role_of` what a path means. Beside that: "up", an upsampling; "pad", zero padding; "tail", a Sequential.
+    """:func:`role_of` what a path means. Beside that: "up", an upsampling; "pad", zero padding; "tail", a Sequential;
+    "function", an attribute or a method that is an activation, and no module.
 
-    A tail ends in a convolution or a norm, and can wait for a sum. Of a path that begins with "" only: is it a module,
-    or None?
+    A tail ends in a convolution or a norm (as a forward may, see :mod:`~kgopt.rewrite.source`), or passes its input on
+    to one, and can wait for a sum. Of a path that begins with "" only: is it a module, or None?
     """
     if path[:1] == ("",):
         is_none = len(path) == 2 and path[1] in root.__dict__ and root.__dict__[path[1]] is None
         return ("module", "", False) if is_none or isinstance(child_at(root, path[1:]), nn.Module) else None
     module = child_at(root, path)
     role = role_of(module)
+    if module is None and len(path) == 1 and isinstance(path[0], str):
+        return ("function", "", False) if activation_of_function(_attribute(root, path[0])) else None
     if role is None and isinstance(module, nn.Module) and not is_hooked(module):
         if is_upsampler(module):
             return ("up", "", False)
         if is_zero_padding(module):
             return ("pad", "", False)
+        if getattr(type(module), "_kgopt_later_of", None) is not None:
+            return ("tail", "norm", False)
         last: Any = passed_on(module)
-        if not isinstance(last, nn.Sequential):
+        if last is module and not isinstance(last, nn.Sequential):
             return None
         while isinstance(last, nn.Sequential) and last._modules:
             last = next(reversed(last._modules.values()))
@@ -76,6 +83,16 @@ def role_in_code(root: nn.Module, path: Path) -> Role | None:
         is_tail = isinstance(last, nn.Module) and _is_norm(last) and known.get(last, "channel") is None
         return ("tail", "norm", False) if is_tail else None
     return role
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """What an instance or its class holds under a name; None for what has to be computed."""
+    if name in module.__dict__:
+        return module.__dict__[name]
+    found = None if name in module._modules else inspect.getattr_static(type(module), name, None)
+    if isinstance(found, staticmethod):
+        return found.__func__
+    return types.MethodType(found, module) if type(found) is types.FunctionType else None
 
 
 def child_at(module: Any, path: Path) -> Any:

@@ -26,7 +26,7 @@ from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import ConvArgs, NormArgs, as_torch, call_now, emit_kgopt, modulated_norm, without_autocast
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.known import Known
-from kgopt.rewrite.meanings import CONV_MODULES, activation_class, activation_of, is_identity
+from kgopt.rewrite.meanings import CONV_MODULES, activation_class, activation_of, is_identity, untouched
 from kgopt.rewrite.modules import guard_methods, has_own_methods, is_as_is, runs_as_is
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 from kgopt.torch_private import any_requires_grad, len_torch_function_stack
@@ -81,6 +81,8 @@ class Site:
         self.are_others_untouched = originals.untouched(*self._places_beside())
         self.leaf: Any
         self.leaf, self.is_untouched = self.untouched[0] if self.untouched else (None, self._without_leaf())
+        # Functions of the user's that were read.
+        self.read = {i: untouched(f) for i, f in self.others if not (isinstance(f, str) or originals.of_function(f))}
         # Operands before this one may be activations that write into the input of the chain.
         self.in_front = 0 if chain.conv else self.norm_at
 
@@ -123,7 +125,7 @@ class Site:
         for i, role in self.others:
             operand = operands[i]
             if not isinstance(role, str):
-                if operand is not role:
+                if operand is not role or (i in self.read and not self.read[i]()):
                     return False
             elif role == "conv":
                 original = original_class(operand)
@@ -153,9 +155,9 @@ class Site:
 
     def _is_other_untouched(self, norm: Any, x: Any) -> bool:
         leaf: Any = type(norm)
-        for other, untouched in self.untouched[1:]:
+        for other, is_untouched in self.untouched[1:]:
             if other is leaf:
-                return untouched()
+                return is_untouched()
         # Of a subclass of the user's: what that class looks up, and what the rest of the chain does.
         derived = getattr(leaf, "_kgopt_derived", None)
         if derived is None or leaf._kgopt_made is not leaf or derived.kind != self.chain.norm:

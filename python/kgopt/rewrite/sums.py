@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from kgopt import ops as ops
 from kgopt.rewrite import known, originals, watching
 from kgopt.rewrite.chain import PRELU, Chain
-from kgopt.rewrite.disguise import original_class
+from kgopt.rewrite.disguise import is_made, original_class
 from kgopt.rewrite.emit import NormArgs
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.glue.later import Upsampled
-from kgopt.rewrite.meanings import activation_of, conv_of, is_identity
+from kgopt.rewrite.meanings import activation_of, conv_of, is_identity, untouched
 from kgopt.rewrite.modules import guard_methods, is_as_is, passed_on, runs_like_sequential
 from kgopt.rewrite.roles import kind_of
 from kgopt.rewrite.sites import Site
@@ -95,6 +95,57 @@ class LaterNorm(Later):
         return y
 
 
+class Waiting:
+    """A norm's value that is not computed yet, times ``factor``, plus ``shift``, where these are not None."""
+
+    __slots__ = ("factor", "later", "shift")
+
+    def __init__(self, later: LaterNorm, factor: Any = None, shift: Any = None) -> None:
+        self.later = later
+        self.factor = factor
+        self.shift = shift
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the norm's own value."""
+        return self.factor is None and self.shift is None
+
+    def value(self) -> Any:
+        """The tensor."""
+        if self.is_plain:
+            return self.later.value()
+        y = self.with_act("none")
+        assert y is not None
+        return y
+
+    def with_act(self, act: str, prelu: Any = None) -> Tensor | None:
+        """With an activation, in one op; None where that has rules of its own."""
+        later = self.later
+        return later.site.run_modulated(later.module, later.x, self.factor, self.shift, act, prelu)
+
+    def may_take(self, operand: Any) -> bool:
+        """Whether the op can multiply with, or add, an operand."""
+        return self.later.site.may_modulate(self.later.module, self.later.x, operand)
+
+
+def given_later(module: Any, args: tuple[Any, ...], owner: Any = None, *between: str) -> Any:
+    """What a module gives whose forward ends in a norm: that norm's value for later, or a tensor; None of any other.
+
+    ``between``: children of ``owner`` that are called while it waits.
+    """
+    cls = type(module)
+    both = getattr(cls, "_kgopt_later_of", None)
+    if both is None or not is_made(cls) or cls.__call__ is not nn.Module.__call__:
+        return None
+    if cls.forward is not both[0] or cls._kgopt_original.forward is not both[1]:
+        return None  # it has another one, or something around it
+    if is_hooked(module) or any_global_hooks() or not _adds_as_is() or not _all_change_nothing(owner, between):
+        return None
+    if not torch.compiler.is_compiling() and watching.is_watched():
+        return None
+    return cls._kgopt_later(module, *args)
+
+
 _ALONE = {kind: Site(Chain(kind), ("norm",), hands=True) for kind in ("group", "instance")}
 
 
@@ -112,7 +163,7 @@ class Behind:
 
     def __init__(self, function: Any = None, act: str = "") -> None:
         self.function, self.act = function, act
-        self.is_untouched = originals.untouched(*(() if function is None else originals.of_function(function)))
+        self.is_untouched = originals.untouched() if function is None else untouched(function)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -159,7 +210,12 @@ class Sum(Behind):
             if plan is not None and plan.adds and _all_change_nothing(owner, between):
                 return Later(module, x, plan)
         elif isinstance(module, nn.Module) and not is_hooked(module) and not any_global_hooks():
+            given = given_later(module, (x,), owner, *between)
+            if given is not None:
+                return given if type(given) is not Waiting else given.later if given.is_plain else given.value()
             inside = passed_on(module)
+            if inside is not module and kind_of(type(inside)) is not None and _all_change_nothing(owner, between):
+                return _norm_later(inside, x)
             if isinstance(inside, nn.Sequential) and not is_hooked(inside) and _all_change_nothing(owner, between):
                 return _last_later(inside, x)
         return plans.through(module, x)

@@ -28,6 +28,7 @@ waiting      values that may wait for the convolution that reads them
 upsampled    nearest upsampling whose value a convolution reads
 padded       padding, and frames in front, that a convolution reads
 formats      ``x.contiguous()`` that may keep channels_last
+inherited    methods that are called through super()
 derived      subclasses of PyTorch's norms
 small        users' modules that are an activation, or nothing
 ===========  =====================================================
@@ -54,6 +55,7 @@ from kgopt.rewrite.source.chains import Chains, Found
 from kgopt.rewrite.source.code import CannotRewriteError, own_methods, parse, rebuild, redecorated, undecorated
 from kgopt.rewrite.source.expressions import text_of
 from kgopt.rewrite.source.formats import keep_formats
+from kgopt.rewrite.source.inherited import inherit, inherited_calls
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.modulated import Modulations
 from kgopt.rewrite.source.padded import Paddings, pads_in
@@ -61,6 +63,7 @@ from kgopt.rewrite.source.padded import pads as pads
 from kgopt.rewrite.source.sink import sink
 from kgopt.rewrite.source.sums import Sums
 from kgopt.rewrite.source.upsampled import Upsamplings
+from kgopt.rewrite.standing import Standing
 
 Roles = tuple[tuple[str, Role], ...]
 
@@ -86,11 +89,11 @@ def _method(function: types.FunctionType, role: Callable[[Path], Role | None]) -
     return Method(inside, role, parse(inside, decorated=inside is not function))
 
 
-def _rewrite(method: Method) -> Found:
-    """Puts all sites into a method's tree; what it holds."""
+def _rewrite(method: Method, gives: bool = False) -> Found:
+    """Puts all sites into a method's tree; what it holds. ``gives``: it may return a norm's value for later."""
     sink(method, method.tree.body)
     found = Chains(method).run()
-    modulations = Modulations(method)
+    modulations = Modulations(method, gives)
     modulations.run()
     sums = Sums(method)
     sums.run(method.tree.body)
@@ -103,6 +106,33 @@ def _rewrite(method: Method) -> Found:
     return found
 
 
+def _giving(name: str, method: Method, role: Callable[[Path], Role | None]) -> Method | None:
+    """The same forward, with the value of a norm at its end for later; None where there is none."""
+    has_norm = any(kind == "norm" or (kind, what) == ("tail", "norm") for kind, what, _ in method.used_roles.values())
+    if name != "forward" or not has_norm:
+        return None
+    other = Method(method.code, role, parse(method.code))
+    _rewrite(other, gives=True)
+    return other if other.gives else None
+
+
+def _inherit(method: Method, cls: type) -> list[Found]:
+    """Has a method run those of the classes above, where sites are in them; what these hold."""
+    found: list[Found] = []
+    for call, function in inherited_calls(method, cls):
+        try:
+            inner = Method(function, method.role_of, parse(function))
+            inside = [_rewrite(inner), *_inherit(inner, cls)]
+        except CannotRewriteError:
+            continue
+        method.used_roles |= inner.used_roles
+        if inner.sites:
+            found += inside
+            standing = Standing(cls, function.__name__)
+            inherit(method, call, function, rebuild(function, inner.tree, inner.sites, standing, inside=True))
+    return found
+
+
 def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...], list[Found], dict[str, str]]:
     """The recipe for ``module``'s class (empty: nothing fuses), what methods hold, and children of those left alone."""
     recipe: list[tuple[str, Roles]] = []
@@ -110,30 +140,33 @@ def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...]
     refused: dict[str, str] = {}
     children = set(module._modules)
     for name, function in own_methods(cls):
-        mentioned = children & set(inspect.unwrap(function).__code__.co_names)
-        if not mentioned and not pads_in(function):
+        names = set(inspect.unwrap(function).__code__.co_names)
+        mentioned = children & names
+        if not mentioned and not pads_in(function) and not (children and names & {"getattr", "super"}):
             continue
         if name in module.__dict__:
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} was replaced on the instance"))
             continue
         try:
             method = _method(function, functools.partial(role_in_code, module))
-            in_method = _rewrite(method)
+            in_methods = [_rewrite(method), *_inherit(method, cls)]
         except CannotRewriteError as error:
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} {error}"))
             continue
-        found.append(in_method)
-        if method.sites:
-            recipe.append((name, tuple(sorted(method.used_roles.items()))))
+        found += in_methods
+        giving = None if undecorated(function) is not function else _giving(name, method, method.role_of)
+        if method.sites or giving is not None:
+            roles = method.used_roles | ({} if giving is None else giving.used_roles)
+            recipe.append((name, tuple(sorted(roles.items()))))
     return tuple(recipe), found, refused
 
 
-def rewritten_methods(cls: type, recipe: dict[str, Roles], stand: Stand) -> dict[str, types.FunctionType]:
+def rewritten_methods(cls: type, recipe: dict[str, Roles], stand: Stand) -> dict[str, Any]:
     """The methods of a recipe, written anew. One whose source has changed since is left out: it runs as it is.
 
     ``stand`` makes what says whether the class still has a method.
     """
-    made: dict[str, types.FunctionType] = {}
+    made: dict[str, Any] = {}
     methods = dict(own_methods(cls))
     for name, listed in recipe.items():
         roles = dict(listed)
@@ -143,12 +176,19 @@ def rewritten_methods(cls: type, recipe: dict[str, Roles], stand: Stand) -> dict
         try:
             method = _method(function, lambda path, roles=roles: roles.get(text_of(path)))  # type: ignore[misc]
             _rewrite(method)
+            _inherit(method, cls)
+            giving = None if undecorated(function) is not function else _giving(name, method, method.role_of)
         except CannotRewriteError:
             continue
+        if giving is not None:
+            made["_kgopt_later"] = rebuild(giving.code, giving.tree, giving.sites, stand(name), inside=True)
+            made["_kgopt_later_of"] = function, function
         if method.sites:
             inside, standing = method.code is not function, stand(name)
             new = rebuild(method.code, method.tree, method.sites, standing, inside)
             made[name] = redecorated(function, new, standing) if inside else new
+            if giving is not None:
+                made["_kgopt_later_of"] = new, function
     return made
 
 

@@ -37,7 +37,7 @@ class _Origin:
     argument: ast.expr | None = None  # the expression of its first input
     operand: ast.expr | None = None  # what is called, if that is an object to be checked at run time
     role: Any = None
-    method: str = ""  # of tensors, that it calls
+    methods: tuple[str, ...] = ()  # of tensors, that it calls
 
 
 class Chains:
@@ -155,14 +155,16 @@ class Chains:
     def _known(self, e: ast.expr, k: int) -> tuple[Node, list[ast.expr]] | None:
         """The node of an expression that chains know, and the expressions of its inputs."""
         if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Add):
-            return Node("add", origin=_Origin(e, k, method="__add__")), [e.left, e.right]
+            return Node("add", origin=_Origin(e, k, methods=("__add__",))), [e.left, e.right]
+        if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Mult):
+            return self._gated(e, k)
         if not isinstance(e, ast.Call) or any(isinstance(a, ast.Starred) for a in e.args):
             return None
         if any(word.arg is None for word in e.keywords):
             return None
         path = self.method.path(e.func)
         role = self.method.role(path) if path else None
-        if role is not None and role[0] not in ("tail", "up"):
+        if role is not None and role[0] not in ("tail", "up", "function"):
             if len(e.args) != 1 or e.keywords:
                 return None
             kind, name, inplace = role
@@ -177,11 +179,26 @@ class Chains:
             return node, list(e.args[:2] if node.kind == "add" else e.args[:1])
         if isinstance(e.func, ast.Attribute) and self._is_value(e.func.value):
             if e.func.attr == "add" and len(e.args) == 1 and not e.keywords:
-                return Node("add", origin=_Origin(e, k, method="add")), [e.func.value, e.args[0]]
+                return Node("add", origin=_Origin(e, k, methods=("add",))), [e.func.value, e.args[0]]
             node = describe_method(e.func.attr, *self.method.constants(e))
             if node is not None and node.kind != "add":
-                node.origin = _Origin(e, k, method=e.func.attr)
+                node.origin = _Origin(e, k, methods=(e.func.attr,))
                 return node, [e.func.value]
+        return None
+
+    def _gated(self, e: ast.BinOp, k: int) -> tuple[Node, list[ast.expr]] | None:
+        """``h * torch.sigmoid(h)``, which is silu."""
+        for value, gate in ((e.left, e.right), (e.right, e.left)):
+            if not isinstance(value, ast.Name) or not self._is_value(value) or not isinstance(gate, ast.Call):
+                continue
+            known = self._known(gate, k)
+            if known is None or known[0].kind != "act" or known[0].name != "sigmoid" or known[0].inplace:
+                continue
+            origin, (given,) = known[0].origin, known[1]
+            if isinstance(given, ast.Name) and given.id == value.id:
+                methods = "__mul__", *origin.methods
+                made = _Origin(e, k, None, origin.operand, origin.role, methods)
+                return Node("act", name="silu", origin=made), [value]
         return None
 
     def _is_value(self, e: ast.expr) -> bool:
@@ -268,7 +285,7 @@ class Chains:
                 continue
             name = f"_kgopt_{len(self.method.sites)}"
             operands = [n.origin for n in found.nodes if n.origin.operand is not None]
-            methods = tuple(dict.fromkeys(n.origin.method for n in found.nodes if n.origin.method))
+            methods = tuple(dict.fromkeys(m for n in found.nodes for m in n.origin.methods))
             self.method.sites[name] = FollowedSite(found.chain, tuple(o.role for o in operands), methods)
             self.found.chains.setdefault(path, []).append(found.chain)
             arguments = [copy.deepcopy(o.operand) for o in operands] + [copy.deepcopy(first.argument)]

@@ -96,9 +96,9 @@ def _parse_anew(function: types.FunctionType) -> ast.FunctionDef:
         raise CannotRewriteError("is a generator or a coroutine")
     if hasattr(function, "__wrapped__"):
         raise CannotRewriteError("is wrapped by a decorator")
-    found = _tree_of(function)
-    if found.decorator_list:
-        raise CannotRewriteError("has a decorator")
+    # A decorator gave the function itself back (torch.jit.export): its code is what stands there.
+    found = copy.copy(_tree_of(function))
+    found.decorator_list = []
     return found
 
 

@@ -9,6 +9,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from kgopt.rewrite.formats import Keep
 from kgopt.rewrite.glue.heads import FollowedSite
 from kgopt.rewrite.meanings import describe_function
@@ -22,7 +24,24 @@ from kgopt.rewrite.source.names import writes
 from kgopt.rewrite.sums import Activated, Sum
 from kgopt.rewrite.upsampling import Wait
 
-Replacement = FollowedSite | Sum | Activated | Modulation | Keep | Wait | Pads  # what a rewritten method calls
+
+class Inherited:
+    """A method of a class above, and what it is written anew."""
+
+    def __init__(self, seen: types.FunctionType, ours: types.FunctionType) -> None:
+        self.seen, self.ours = seen, ours
+
+    def of(self, found: Any) -> Any:
+        """``super().forward``: ours, where that is what was seen."""
+        if torch.compiler.is_compiling():
+            return found
+        is_seen = getattr(found, "__func__", None) is self.seen
+        return types.MethodType(self.ours, found.__self__) if is_seen else found
+
+
+Replacement = (
+    Inherited | FollowedSite | Sum | Activated | Modulation | Keep | Wait | Pads
+)  # what a rewritten method calls
 _LOOKS_AT_LOCALS = {"locals", "vars", "dir", "eval", "exec", "globals", "breakpoint"}
 
 
@@ -37,6 +56,7 @@ class Method:
         self.tree = copy.deepcopy(tree)
         self.sites: dict[str, Replacement] = {}
         self.used_roles: dict[str, Role] = {}
+        self.gives = False  # it may return what is no tensor yet
         arguments = self.tree.args
         self.owner = "".join(function.__qualname__.split(".")[-2:-1])
         self.self_name = (arguments.posonlyargs + arguments.args)[0].arg

@@ -7,8 +7,17 @@
     h = self.act(h)                              h = _kgopt_mod_0.then(self.act, h)
 
 From ``begin`` on, along every path, only statements run that change no tensor. In front of any other one, and of one
-that reads the value otherwise, stands ``h = _kgopt_mod_0.now(h)``. A path without a product is left as it is: sums are
-the business of :mod:`~kgopt.rewrite.source.sums`, activations that of :mod:`~kgopt.rewrite.source.chains`.
+that reads the value otherwise, stands ``h = _kgopt_mod_0.now(h)``. A path with a sum alone is left as it is, for
+:mod:`~kgopt.rewrite.source.sums`.
+
+Written in the same way are norms and activations that only the running code knows (``norm(x)`` in a loop,
+``self.norms[i](x)``, ``getattr(F, self.act)(x)``), and activations that :mod:`~kgopt.rewrite.source.chains` cannot put
+behind their norm, since a branch or another statement stands in between:
+
+    for layer in self.layers:                    for layer in self.layers:
+        x = layer(x)                                 x = _kgopt_mod_0.step(layer, x)
+    return x                                     x = _kgopt_mod_0.now(x)
+                                                 return x
 """
 
 from __future__ import annotations
@@ -36,8 +45,9 @@ _Place = tuple[list[ast.stmt], ast.stmt]  # a block, and one of its statements
 class Modulations:
     """Those of one method."""
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self, method: Method, gives: bool = False) -> None:
         self.method = method
+        self.gives = gives  # what waits may be returned
         self.name = f"_kgopt_mod_{len(method.sites)}"
         self.live = liveness(method.tree.body)
         self.written: dict[int, str | None] = {}  # statements, by id: the name that waits behind them
@@ -55,9 +65,9 @@ class Modulations:
         if any(self.method.may_catch(node) for node in ast.walk(tree)):
             return  # what handles an error may read the value
         self.of_self = self._from_self()
-        for root in list(_roots(tree.body)):
+        for root, loop in list(_roots(tree.body)):
             for path in list(self._assignments(root, [])):
-                self._write(path, is_inner=root is not tree.body)
+                self._write(path, root is not tree.body, loop)
 
     def _from_self(self) -> set[str]:
         """Local variables that may hold a child: what is assigned to them reads ``self``."""
@@ -73,20 +83,33 @@ class Modulations:
         for statement in body:
             here = [*outside, (body, statement)]
             if isinstance(statement, ast.If):
+                if self._is_site(statement.test):
+                    continue  # a chain's
                 yield from self._assignments(statement.body, here)
                 yield from self._assignments(statement.orelse, here)
             elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) and statement.value is not None:
                 yield here
 
-    def _write(self, path: list[_Place], is_inner: bool) -> None:
+    def _is_site(self, e: ast.expr) -> bool:
+        """Whether a chain of this method asks."""
+        of = e.func.value if isinstance(e, ast.Call) and isinstance(e.func, ast.Attribute) else None
+        return isinstance(of, ast.Name) and of.id in self.method.sites
+
+    def _write(self, path: list[_Place], is_inner: bool, loop: _Loop | None) -> None:
         """All that one statement begins."""
         statement: Any = path[-1][1]
         if id(statement) in self.written:
             return
-        for call in list(_outside_scopes(statement.value)):
-            if not isinstance(call, ast.Call) or not self._normalizes(call):
+        chains = {
+            id(n)
+            for e in _outside_scopes(statement.value)
+            if isinstance(e, ast.IfExp) and self._is_site(e.test)
+            for n in ast.walk(e)
+        }
+        for call in reversed(list(_outside_scopes(statement.value))):  # the inner ones first
+            if id(call) in chains or not isinstance(call, ast.Call) or not self._normalizes(call):
                 continue
-            paths = _Paths(self)
+            paths = _Paths(self, loop if loop is not None and path[0][0] is loop.statement.body else None)
             paths.begin(statement, call)
             if paths.failed:
                 continue
@@ -94,25 +117,54 @@ class Modulations:
             for block, place in reversed(path):
                 if name is not None:
                     name = paths.follow(block, [s is place for s in block].index(True) + 1, name)
-            if name is not None and is_inner and paths.is_modulated:
-                paths.ends.append((path[0][0], name))
+            if paths.loop is not None:
+                # The next round begins with what waits at the end of this one.
+                at_end = [] if name is None else [name]
+                for waits in dict.fromkeys([*paths.goes_on, *at_end]):
+                    paths.follow(path[0][0], 0, waits)
+                    paths.leave(paths.loop, waits)
+            elif name is not None and is_inner:
+                paths.ends.append((path[0][0], name, path[0][0][-1]))
             if paths.is_modulated:
                 paths.commit(call)
                 return
 
     def _normalizes(self, e: ast.Call) -> bool:
-        """A call with one argument of a norm, of a Sequential that ends in one, or of what a variable holds."""
-        if len(e.args) != 1 or e.keywords or isinstance(e.args[0], ast.Starred):
+        """A call with one argument of a norm, of a Sequential that ends in one, or of what the running code names."""
+        if not e.args or e.keywords or any(isinstance(a, ast.Starred) for a in e.args):
             return False
         path = self.method.path(e.func)
         if path is not None:
             role = self.method.role(path)
-            return role is not None and (role[0] == "norm" or role[:2] == ("tail", "norm"))
-        return isinstance(e.func, ast.Name) and e.func.id in self.of_self
+            is_norm = role is not None and role[0] == "norm" and len(e.args) == 1
+            return is_norm or (role is not None and role[:2] == ("tail", "norm"))
+        return self.is_open(e.func)
+
+    def is_open(self, e: ast.expr) -> bool:
+        """What shows only when the code runs: a variable, or an item of one, that may hold a child; ``self.norms[i]``;
+        ``getattr(F, self.act)``.
+        """
+        if isinstance(e, ast.Name):
+            return e.id in self.of_self
+        if isinstance(e, ast.Subscript) and is_quiet(self.method, e.slice, []):
+            return self.method.path(e.value) is not None or self.is_open(e.value)
+        if isinstance(e, ast.Attribute):
+            return self.is_open(e.value)
+        if not isinstance(e, ast.Call) or len(e.args) != 2 or e.keywords:
+            return False
+        return self.method.function(e.func) is getattr and all(is_quiet(self.method, a, []) for a in e.args)
 
     def call(self, method: str, arguments: list[ast.expr], place: ast.AST, name: str = "") -> ast.Call:
         """``_kgopt_mod.method(...)``."""
         return call_of(name or self.name, method, arguments, place)
+
+
+@dataclass
+class _Loop:
+    """A loop over children, and the block that it stands in."""
+
+    block: list[ast.stmt]
+    statement: ast.For
 
 
 @dataclass
@@ -130,13 +182,18 @@ class _Paths:
     """Where the value of one norm goes, and what is to be written for it."""
 
     of: Modulations
+    loop: _Loop | None = None  # in whose body they are
+    goes_on: list[str] = field(default_factory=list)  # variables that wait where a round of the loop is left
     edits: dict[int, _Edit] = field(default_factory=dict)
     stops: dict[int, tuple[list[ast.stmt], ast.stmt, str]] = field(default_factory=dict)
-    ends: list[tuple[list[ast.stmt], str]] = field(default_factory=list)  # of blocks behind which it has to be a tensor
+    ends: list[tuple[list[ast.stmt], str, ast.stmt]] = field(default_factory=list)  # blocks, in which it has to be a
+    # tensor behind a statement
     between: list[str] = field(default_factory=list)
     sites: list[Modulation] = field(default_factory=list)
     is_scaled: bool = False
     is_shifted: bool = False
+    is_acted: bool = False  # a call takes what waits
+    is_given: bool = False  # it is returned
     act: str = "none"
     failed: bool = False
     waits: str | None = None
@@ -148,7 +205,7 @@ class _Paths:
 
     @property
     def is_modulated(self) -> bool:
-        return self.is_scaled
+        return self.is_scaled or ((self.is_acted or self.is_given) and not self.is_shifted)
 
     def begin(self, statement: Any, call: ast.Call) -> None:
         """The statement with the norm."""
@@ -160,9 +217,28 @@ class _Paths:
         self.edits[id(statement)] = made
         self.waits = made.waits
 
+    def leave(self, loop: _Loop, name: str) -> None:
+        """What waits at the end of a loop's rounds goes into the sum behind the loop, or is computed."""
+        at = [s is loop.statement for s in loop.block].index(True) + 1
+        is_last = at == len(loop.block) or not isinstance(loop.block[at], (ast.Assign, ast.Return))
+        noted = self.is_scaled, self.is_shifted
+        is_taken = is_last or id(loop.block[at]) in self.edits or id(loop.block[at]) in self.of.written
+        edit = None if is_taken or not self.is_modulated else self._read(loop.block[at], name)
+        self.is_scaled, self.is_shifted = noted
+        if edit is None or edit.waits is not None:
+            self.ends.append((loop.block, name, loop.statement))
+        else:
+            self.edits[id(loop.block[at])] = edit
+
     def follow(self, block: list[ast.stmt], start: int, name: str) -> str | None:
         """Goes through a block; the variable that waits at its end."""
         for s in block[start:]:
+            if id(s) in self.edits:  # the round of a loop is complete
+                if self._begins_with(s, name):
+                    self.is_acted = True
+                    return None
+                self.stops[id(s)] = block, s, name
+                return None
             if id(s) in self.of.written and name in reads(
                 s
             ):  # what another norm's value does here, this one's does, too
@@ -178,6 +254,9 @@ class _Paths:
                 if ends == [None, None]:
                     return None
                 continue
+            if isinstance(s, (ast.Continue, ast.Break)) and self.loop is not None:
+                self.goes_on.append(name)
+                return None
             if name not in reads(s):
                 if isinstance(s, (ast.Return, ast.Raise)) or name in writes(s):
                     return None  # nobody reads it
@@ -191,6 +270,13 @@ class _Paths:
             if made.waits is None:
                 return None
         return name
+
+    def _begins_with(self, s: Any, name: str) -> bool:
+        """``x = norm(x)``, as it came: what waits may go into it."""
+        value = s.value
+        if not isinstance(value, ast.Call) or not self.of.is_open(value.func) or len(value.args) != 1:
+            return False
+        return isinstance(value.args[0], ast.Name) and value.args[0].id == name and name not in reads(value.func)
 
     def _is_harmless(self, s: ast.stmt) -> bool:
         if isinstance(s, ast.Pass) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)):
@@ -233,7 +319,8 @@ class _Paths:
         """The new value of a statement that holds the base."""
         parents = {child: node for node in ast.walk(s) for child in ast.iter_child_nodes(node)}
         assert self.base is not None
-        before = self.is_scaled, self.is_shifted, list(self.between)
+        before = self.is_scaled, self.is_shifted, self.is_acted, list(self.between)
+        noted = self.is_scaled, self.is_shifted, self.is_acted, self.act
         whole: ast.expr = self.base
         made = self._waiting(whole)
         while isinstance(parent := parents[whole], ast.expr):
@@ -242,7 +329,7 @@ class _Paths:
                 break
             whole, made = parent, larger
         assert made is not None
-        self.is_scaled, self.is_shifted, self.between = before  # of what was tried; now of what is written
+        self.is_scaled, self.is_shifted, self.is_acted, self.between = before  # of what was tried
         made = self._waiting(whole)
         assert made is not None
         if isinstance(parent, ast.Attribute) and isinstance(parents[parent], ast.Call):
@@ -256,10 +343,14 @@ class _Paths:
             target = None if isinstance(s, ast.Return) else self.method.target(s)
             if whole is s.value and target is not None:
                 return _Edit(s, made, waits=target)
+            if whole is s.value and self.of.gives and (self.is_scaled or not self.is_shifted):
+                self.is_given = True
+                return _Edit(s, made)
             if in_place and whole is self.base:
                 return None
             old, new = whole, self.of.call("now", [made], whole)
         if in_place and not evaluated_first(s.value, old):
+            self.is_scaled, self.is_shifted, self.is_acted, self.act = noted
             return None
         value = new if old is s.value else _with(s.value, old, new)
         return _Edit(s, value)
@@ -267,8 +358,11 @@ class _Paths:
     def _waiting(self, e: ast.expr) -> ast.expr | None:
         """An expression that may wait, as it is written; None for one that does not."""
         if e is self.base:
-            if isinstance(e, ast.Call):
-                return self.of.call("begin", [e.func, e.args[0]], e)  # commit adds what is called while it waits
+            if isinstance(e, ast.Call) and len(e.args) > 1:
+                args = ast.copy_location(ast.Tuple(list(e.args), ast.Load()), e)
+                return self.of.call("begin_with", [e.func, args], e)
+            if isinstance(e, ast.Call):  # commit adds what is called while it waits
+                return self.of.call("step" if self.of.is_open(e.func) else "begin", [e.func, e.args[0]], e)
             return copy.deepcopy(e)
         if not any(n is self.base for n in ast.walk(e)):
             return None
@@ -283,6 +377,10 @@ class _Paths:
         if not isinstance(e, ast.Call) or e.keywords:
             return None
         path = self.method.path(e.func)
+        if len(e.args) == 1 and self.of.is_open(e.func):
+            inner = self._waiting(e.args[0])
+            self.is_acted = self.is_acted or inner is not None
+            return None if inner is None else self.of.call("step", [e.func, inner], e)
         if path is not None and len(e.args) == 1:
             role = self.method.role(path)
             inner = self._waiting(e.args[0])
@@ -316,12 +414,12 @@ class _Paths:
         if not e.args or e.args[0] is not inside:
             return None
         path = self.method.path(e.func)
-        is_local = isinstance(e.func, ast.Name) and e.func.id in self.of.of_self
-        if path is not None or is_local:  # what it is shows when the code runs
-            role = self.method.role(path) if path else None
+        if path is not None:  # what it is shows when the code runs
+            role = self.method.role(path)
             is_alone = len(e.args) == 1 and not e.keywords
-            if not is_alone or (role is not None and role[0] not in ("act", "tail")):
+            if not is_alone or (role is not None and role[0] not in ("act", "tail", "function")):
                 return None
+            self.is_acted = self.is_acted or (role is not None and role[0] != "tail")
             return (role[1] if role is not None and role[0] == "act" else "", None, "")
         function = self.method.function(e.func)
         node = None if function is None else self.method.described(function, e)
@@ -330,6 +428,7 @@ class _Paths:
     def _then(self, e: Any, value: ast.expr, act: tuple[str, Any, str]) -> ast.expr:
         """``act(value)`` as a call of the site's."""
         name, function, method = act
+        self.is_acted = self.is_acted or bool(name)
         self.act = name or self.act
         if function is None and not method:
             return self.of.call("then", [e.func, value], e)
@@ -352,6 +451,7 @@ class _Paths:
         """Writes what was found."""
         of = self.of
         self.method.sites.setdefault(of.name, Modulation())
+        self.method.gives = self.method.gives or self.is_given
         for edit in self.edits.values():
             s = edit.statement
             for node in ast.walk(edit.value):
@@ -368,13 +468,13 @@ class _Paths:
             of.beside[id(s)] = self.between
         for block, before, name in self.stops.values():
             self._now(block, [s is before for s in block].index(True), name, before)
-        for block, name in self.ends:
-            if name in of.live.after.get(id(block[-1]), {name}):
-                self._now(block, len(block), name, block[-1])
+        for block, name, last in self.ends:
+            if name in of.live.after.get(id(last), {name}):
+                self._now(block, [s is last for s in block].index(True) + 1, name, last)
         path = self.method.path(call.func)
         role = self.method.role(path) if path is not None else None
         if path is not None and role is not None and role[0] == "norm":
-            of._chains.append((path, Chain(role[1], scaled=True, shifted=self.is_shifted, post=self.act)))
+            of._chains.append((path, Chain(role[1], scaled=self.is_scaled, shifted=self.is_shifted, post=self.act)))
 
     def _now(self, block: list[ast.stmt], at: int, name: str, place: ast.stmt) -> None:
         load = ast.copy_location(ast.Name(name, ast.Load()), place)
@@ -384,9 +484,12 @@ class _Paths:
         block.insert(at, now)
 
 
+_BEGINS = "begin", "begin_with", "step"
+
+
 def _is_begin(node: ast.AST, name: str) -> bool:
     function = node.func if isinstance(node, ast.Call) else None
-    of = function.value if isinstance(function, ast.Attribute) and function.attr == "begin" else None
+    of = function.value if isinstance(function, ast.Attribute) and function.attr in _BEGINS else None
     return isinstance(of, ast.Name) and of.id == name
 
 
@@ -397,18 +500,35 @@ def _become(s: ast.stmt, other: ast.Assign) -> None:
     s.__dict__.update(other.__dict__)
 
 
-def _roots(body: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
-    """The body, and the bodies of loops and with blocks: no value waits from one to the other."""
-    yield body
+def _roots(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], _Loop | None]]:
+    """The body, and the bodies of loops and with blocks: no value waits from one to the other, but from one round of a
+    loop over children to the next.
+    """
+    yield body, None
     waiting = [body]
     while waiting:
-        for s in waiting.pop():
+        inside = waiting.pop()
+        for s in inside:
             if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 continue
             for block in blocks(s):
                 waiting.append(block)
                 if not isinstance(s, ast.If):
-                    yield block
+                    is_plain = isinstance(s, ast.For) and not s.orelse and _only_iterates(s.iter)
+                    yield block, _Loop(inside, s) if is_plain else None  # type: ignore[arg-type]
+
+
+_ITERATORS = {"zip", "enumerate", "reversed", "range", "len", "list", "tuple"}
+_ITEMS = {"values", "items", "keys", "children", "named_children"}
+
+
+def _only_iterates(e: ast.expr) -> bool:
+    """Whether no code of the user's runs between the rounds of a loop."""
+    calls = [n.func for n in ast.walk(e) if isinstance(n, ast.Call)]
+    names = [f.id if isinstance(f, ast.Name) else f.attr if isinstance(f, ast.Attribute) else "" for f in calls]
+    known = [_ITERATORS if isinstance(f, ast.Name) else _ITEMS for f in calls]
+    are_known = all(name in of for name, of in zip(names, known, strict=True))
+    return are_known and not any(isinstance(n, SCOPES) for n in ast.walk(e))
 
 
 def _outside_scopes(e: ast.AST) -> Iterator[ast.AST]:

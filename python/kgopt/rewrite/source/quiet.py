@@ -37,6 +37,9 @@ _SILENT = (
 )
 
 
+_PARTS = ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Tuple, ast.List, ast.Slice
+
+
 @functools.lru_cache(maxsize=1024)
 def _only_tests(code: types.CodeType) -> bool:
     """``return x is not None``: the code looks at which objects its arguments are, and calls nothing."""
@@ -68,7 +71,7 @@ def is_quiet(method: Method, e: ast.AST, between: list[str]) -> bool:
         return inner(e.value) and inner(e.slice)
     if isinstance(e, ast.Attribute):
         return inner(e.value)
-    if isinstance(e, (ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Tuple, ast.List, ast.Slice)):
+    if isinstance(e, (*_PARTS, ast.JoinedStr, ast.FormattedValue)):
         parts = [child for child in ast.iter_child_nodes(e) if isinstance(child, ast.expr)]
         return all(map(inner, parts))
     if not isinstance(e, ast.Call) or any(word.arg in (None, "out", "inplace") for word in e.keywords):

@@ -1,4 +1,5 @@
-"""Modules of a user's whose forward is one activation, or nothing: timm's GELU, MONAI's MemoryEfficientSwish, DropPath.
+"""A user's modules and functions that are one activation, or nothing: timm's GELU, MONAI's MemoryEfficientSwish,
+DropPath, ``swish(x)``.
 
     def forward(self, x):                              def drop_path(x, drop_prob=0.0, training=False):
         return drop_path(x, self.p, self.training)         if drop_prob == 0.0 or not training:
@@ -11,9 +12,12 @@ these numbers. At each call the code and the names that were read must be the sa
 from __future__ import annotations
 
 import ast
+import builtins
+import functools
 import inspect
 import operator
 import types
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +41,7 @@ _COMPARED = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+_SELF: dict[str, Any] = {}  # an object whose attributes nobody may read
 _X = "x"  # the value that a forward is given
 Act = tuple[str, bool]  # an activation of it: its name, and whether it writes into it
 
@@ -45,15 +50,85 @@ class _UnreadError(Exception):
     """The forward does something else."""
 
 
-class Small:
+class _Kept:
+    """What was read of code, by the numbers that it was given."""
+
+    cls: Any = None
+
+    def __init__(self) -> None:
+        self.places = Places()
+        self.known: dict[tuple[Any, ...], Act | str | None] = {}
+
+    def _look_up(self, names: Iterable[str], values: Iterable[Any], read: Callable[[], Any]) -> Act | str | None:
+        """What is known for these values; what ``read`` finds, where nothing is."""
+        if any(type(value) not in _SCALARS for value in values):
+            return None
+        key = tuple([(n, type(v), v) for n, v in zip(names, values, strict=True)])
+        if key not in self.known:
+            if torch.compiler.is_compiling() or len(self.known) > 64:
+                return None
+            count = len(self.places)
+            try:
+                found = read()
+            except (_UnreadError, CannotRewriteError):
+                found = None
+            self.known[key] = found.what if isinstance(found, _Value) else None
+            if len(self.places) > count:  # the other branches call other functions
+                self.is_unchanged = self.places.check()
+        return self.known[key]
+
+    def function(self, function: Any, values: dict[str, Any], depth: int) -> Any:
+        """What a function gives, by its arguments' names."""
+        tree = parse(function)
+        if depth > _DEEP or function.__code__.co_cellvars or function.__code__.co_freevars:
+            raise _UnreadError
+        self.places.read(function, "__code__")
+        self.places.read(function, "__defaults__")
+        reading = _Reading(self, function, values, depth)
+        found, result = reading.run(tree.body)
+        if not found:
+            raise _UnreadError
+        return result
+
+    def call(self, function: Any, args: Sequence[Any], words: dict[str, Any], depth: int) -> Any:
+        """The same, of a call's arguments."""
+        if not isinstance(function, types.FunctionType) or inspect.unwrap(function) is not function:
+            raise _UnreadError
+        try:
+            bound = inspect.signature(function).bind(*args, **words)
+        except (TypeError, ValueError):
+            raise _UnreadError from None
+        bound.apply_defaults()
+        given = bound.arguments.values()
+        if any(not isinstance(v, _Value) and type(v) not in _SCALARS and v is not _SELF for v in given):
+            raise _UnreadError
+        return self.function(function, dict(bound.arguments), depth)
+
+
+class SmallFunction(_Kept):
+    """What a function is, by the numbers that it is given behind its first argument."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.called = function
+        self.is_unchanged = self.places.check()
+
+    def means(self, args: Sequence[Any], words: dict[str, Any], is_method: bool = False) -> Act | str | None:
+        """An activation, :data:`_X` for nothing, or None."""
+        names = ("self" if is_method else "", *map(str, range(len(args))), *words)
+        given = (*([_SELF] if is_method else []), _Value(_X), *args)
+        read = functools.partial(self.call, self.called, given, words, 0)
+        return self._look_up(names, (None, *args, *words.values()), read)
+
+
+class Small(_Kept):
     """What a class's forward is, by the numbers that an instance has."""
 
     def __init__(self, cls: Any) -> None:
+        super().__init__()
         self.cls = cls
         self.forward = cls.forward
-        self.places = Places()
         self.names = self._names()
-        self.known: dict[tuple[Any, ...], Act | str | None] = {}
         for name in ("forward", "__call__", "_call_impl", "__getattr__", "__getattribute__"):
             self.places.read(cls, name)
         self.is_unchanged = self.places.check()  # is all that was read still there?
@@ -70,41 +145,13 @@ class Small:
         values = tuple([own.get(n, self) for n in self.names])
         if training is not None:
             values = tuple([training if n == "training" else v for n, v in zip(self.names, values, strict=True)])
-        for value in values:
-            if type(value) not in _SCALARS:
-                return None
-        key = tuple([(type(v), v) for v in values])
-        if key not in self.known:
-            if torch.compiler.is_compiling() or len(self.known) > 64:
-                return None
-            count = len(self.places)
-            self.known[key] = self._read(dict(zip(self.names, values, strict=True)))
-            if len(self.places) > count:  # the other branches call other functions
-                self.is_unchanged = self.places.check()
-        return self.known[key]
+        return self._look_up(self.names, values, lambda: self._read(dict(zip(self.names, values, strict=True))))
 
-    def _read(self, own: dict[str, Any]) -> Act | str | None:
-        try:
-            tree = parse(self.forward)
-            first, *given = [a.arg for a in tree.args.args]
-            if len(given) != 1:
-                return None
-            found = self._function(self.forward, {first: own, given[0]: _Value(_X)}, 0)
-        except (_UnreadError, CannotRewriteError):
-            return None
-        return found.what if isinstance(found, _Value) else None
-
-    def _function(self, function: Any, values: dict[str, Any], depth: int) -> Any:
-        tree = parse(function)
-        if depth > _DEEP or function.__code__.co_cellvars or function.__code__.co_freevars:
+    def _read(self, own: dict[str, Any]) -> Any:
+        first, *given = [a.arg for a in parse(self.forward).args.args]
+        if len(given) != 1:
             raise _UnreadError
-        self.places.read(function, "__code__")
-        self.places.read(function, "__defaults__")
-        reading = _Reading(self, function, values, depth)
-        found, result = reading.run(tree.body)
-        if not found:
-            raise _UnreadError
-        return result
+        return self.function(self.forward, {first: own, given[0]: _Value(_X)}, 0)
 
 
 class _Value:
@@ -115,7 +162,7 @@ class _Value:
 
 
 class _Reading:
-    def __init__(self, small: Small, function: Any, values: dict[str, Any], depth: int) -> None:
+    def __init__(self, small: _Kept, function: Any, values: dict[str, Any], depth: int) -> None:
         self.small, self.function, self.values, self.depth = small, function, values, depth
 
     def run(self, body: list[ast.stmt]) -> tuple[bool, Any]:
@@ -126,6 +173,9 @@ class _Reading:
                 found = self.run(statement.body if self.scalar(statement.test) else statement.orelse)
                 if found[0]:
                     return found
+            elif isinstance(statement, ast.Assign) and all(isinstance(t, ast.Name) for t in statement.targets):
+                value = self.value(statement.value)
+                self.values.update((t.id, value) for t in statement.targets if isinstance(t, ast.Name))
             elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
                 raise _UnreadError
         return False, None
@@ -165,6 +215,7 @@ class _Reading:
 
     def product(self, a: Any, b: Any) -> Any:
         """``x * sigmoid(1 * x)`` is silu."""
+        self.small.places.read(torch.Tensor, "__mul__")
         whats = [v.what if isinstance(v, _Value) else v for v in (a, b)]
         if type(whats[0]) in (int, float) and whats[0] == 1 and whats[1] == _X and isinstance(b, _Value):
             return b
@@ -183,20 +234,14 @@ class _Reading:
                 raise _UnreadError
             if hasattr(torch.Tensor, e.func.attr):
                 self.small.places.read(torch.Tensor, e.func.attr)
+            gate = args[0] if len(args) == 1 and not words else None
+            if e.func.attr in ("mul", "mul_") and isinstance(gate, _Value) and gate.what == ("sigmoid", False):
+                return _Value(("silu", e.func.attr == "mul_"))
             return self.act(describe_method(e.func.attr, args, words))
-        node = describe_function(function, args[1:], words) if args and self.is_x(args[0]) else None
+        node = describe_function(function, args[1:], words, users=False) if args and self.is_x(args[0]) else None
         if node is not None:
             return self.act(node)
-        if not isinstance(function, types.FunctionType) or inspect.unwrap(function) is not function:
-            raise _UnreadError
-        try:
-            bound = inspect.signature(function).bind(*args, **words)
-        except (TypeError, ValueError):
-            raise _UnreadError from None
-        bound.apply_defaults()
-        if any(not isinstance(v, _Value) and type(v) not in _SCALARS for v in bound.arguments.values()):
-            raise _UnreadError
-        return self.small._function(function, dict(bound.arguments), self.depth + 1)
+        return self.small.call(function, args, words, self.depth + 1)
 
     def is_x(self, value: Any) -> bool:
         return isinstance(value, _Value) and value.what == _X
@@ -215,7 +260,18 @@ class _Reading:
             owner = self.resolved(e.value)
             if isinstance(owner, types.ModuleType) and hasattr(owner, e.attr):
                 return self.small.places.read(owner, e.attr)
+        if isinstance(e, ast.Call) and not e.keywords and len(e.args) == 2 and self.resolved_name(e.func) is getattr:
+            owner, name = self.resolved(e.args[0]), self.scalar(e.args[1])
+            if isinstance(owner, types.ModuleType) and isinstance(name, str) and hasattr(owner, name):
+                return self.small.places.read(owner, name)
         return None
+
+    def resolved_name(self, e: ast.expr) -> Any:
+        """The builtin that a name stands for, where no other variable has it."""
+        is_hidden = not isinstance(e, ast.Name) or e.id in self.function.__code__.co_varnames
+        if is_hidden or e.id in self.function.__globals__:  # type: ignore[attr-defined]
+            return None
+        return getattr(builtins, e.id, None)  # type: ignore[attr-defined]
 
 
 def read(module: nn.Module) -> Small | None:
@@ -235,4 +291,11 @@ def read(module: nn.Module) -> Small | None:
         return None
 
 
-meanings.read_by(read)
+def read_function(function: Any) -> SmallFunction | None:
+    """Of a function; None where that is nothing small."""
+    if inspect.unwrap(function) is not function or len(function.__code__.co_code) > _LONG:
+        return None
+    return SmallFunction(function)
+
+
+meanings.read_by(read, read_function)

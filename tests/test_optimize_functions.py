@@ -1,0 +1,166 @@
+"""Users' functions that are an activation, behind a norm in code: read, fused, and called where they have changed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kgopt
+from kgopt.rewrite import sites
+
+
+def swish(x):
+    """As in latent diffusion's autoencoders, whose name for it is nonlinearity."""
+    return x * torch.sigmoid(x)
+
+
+def gated(x):
+    gate = x.sigmoid()
+    return x.mul(gate)
+
+
+def by_name(x, kind="gelu"):
+    return getattr(F, kind)(x)
+
+
+def leaky(x, slope=0.2):
+    """Calls another one."""
+    return _leaky(x, slope)
+
+
+def _leaky(x, slope):
+    return F.leaky_relu(x, negative_slope=slope)
+
+
+def doubled(x):
+    return swish(x) * 2
+
+
+class Called(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 4)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        h = self.norm(x)
+        h = swish(h)
+        h = self.conv(h)
+        return x + leaky(self.norm(h), 0.3)
+
+
+class Inline(Called):
+    def forward(self, x):
+        h = self.norm(x)
+        h = h * torch.sigmoid(h)
+        h = self.norm(self.conv(h))
+        h = h.sigmoid() * h
+        return x + h
+
+
+class ReadTwice(Called):
+    """The value is read by something else as well."""
+
+    def forward(self, x):
+        h = self.norm(x)
+        y = h * torch.sigmoid(h)
+        return y + h
+
+
+class OfOthers(Called):
+    def forward(self, x):
+        h = self.norm(x)
+        return h * torch.sigmoid(x)
+
+
+class Exported(Called):
+    @torch.jit.export
+    def helper(self, x):
+        return F.silu(self.norm(x))
+
+    def forward(self, x):
+        return self.helper(x)
+
+
+class Others(Called):
+    def forward(self, x):
+        return by_name(self.norm(x)) + by_name(self.norm(x), "tanh") + gated(self.norm(x)) + doubled(self.norm(x))
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    found = []
+    run = sites.Site.run
+
+    def recorded(self, *operands, **more):
+        found.append(self.chain.post)
+        return run(self, *operands, **more)
+
+    monkeypatch.setattr(sites.Site, "run", recorded)
+    return found
+
+
+def pair(make):
+    torch.manual_seed(0)
+    original = make().double()
+    return kgopt.optimize(copy.deepcopy(original), measure=False), original
+
+
+def results(net):
+    torch.manual_seed(1)
+    x = torch.randn(2, 4, 5, 6).double().requires_grad_()
+    y = net(x)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *net.parameters()], allow_unused=True)]
+
+
+def check(net, original):
+    for ours, theirs in zip(results(net), results(original), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("make", "acts"),
+    [
+        (Called, ["silu", "leaky_relu(0.3)"]),
+        (Inline, ["silu", "silu"]),
+        (ReadTwice, ["none"]),
+        (OfOthers, ["none"]),
+        (Exported, ["silu"]),
+        (Others, ["gelu", "tanh", "silu", "none"]),
+    ],
+)
+def test_what_a_function_is(make, acts, ran):
+    net, original = pair(make)
+    check(net, original)
+    assert ran == acts
+    check(pickle.loads(pickle.dumps(net)), original)
+    assert ran == acts * 2
+    torch._dynamo.reset()
+    x = torch.randn(2, 4, 5, 6).double()
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), original(x), rtol=1e-9, atol=1e-9)
+
+
+def test_a_function_that_changes(monkeypatch, ran):
+    net, original = pair(Called)
+    check(net, original)
+    for name, other in (("swish", lambda x: x * 2), ("leaky", lambda x, slope: x * slope), ("_leaky", lambda x, s: -x)):
+        with monkeypatch.context() as patched:
+            patched.setitem(globals(), name, other)
+            check(net, original)
+    monkeypatch.setattr(swish, "__code__", (lambda x: x * 3).__code__)
+    check(net, original)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "sigmoid", torch.tanh)
+    check(net, original)
+
+
+def test_inline_patched(monkeypatch):
+    net, original = pair(Inline)
+    monkeypatch.setattr(torch, "sigmoid", torch.tanh)
+    check(net, original)
