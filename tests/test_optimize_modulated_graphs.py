@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import kgopt.rewrite.backend as backend
 from tolerances import assert_as_good_as_torch
@@ -218,10 +219,10 @@ def test_beside_convolutions_on_a_gpu(n, device, monkeypatch):
 def test_one_graph_for_all_sizes(device):
     graphs = []
 
-    def compiler(graph, _):
+    def compiler(graph, given):
         backend.rewrite_graph(graph, always=True)
         graphs.append([row.became for row in backend.last_report.sites])
-        return graph
+        return aot_eager(graph, given)  # which traces the calls of the ops, too
 
     compiled = torch.compile(usual, backend=compiler, fullgraph=True, dynamic=True)
     for n, size in ((2, 5), (3, 7), (5, 4)):
