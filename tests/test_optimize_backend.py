@@ -253,3 +253,57 @@ def test_arithmetic_with_numbers(function, became, device):
             assert_as_good_as_torch(a, b, right)
     (row,) = rewritten(function, *given)[1].sites
     assert row.became == became
+
+
+def written_out(x, w):
+    h = F.group_norm(x, 2, w)
+    return h * torch.sigmoid(h)
+
+
+def written_out_otherwise(x, w):
+    h = F.group_norm(x, 2, w)
+    return torch.mul(h.sigmoid(), h)
+
+
+def another_gate(x, w):
+    h = F.group_norm(x, 2, w)
+    return h * torch.sigmoid(x)
+
+
+def gate_read_twice(x, w):
+    h = F.group_norm(x, 2, w)
+    gate = torch.sigmoid(h)
+    return h * gate + gate
+
+
+def changed_behind_the_gate(x, w):
+    h = F.group_norm(x, 2, w)
+    gate = torch.sigmoid(h)
+    h.add_(1)
+    return h * gate
+
+
+@pytest.mark.parametrize(
+    ("function", "became"),
+    [
+        (written_out, "group_norm(act=silu)"),
+        (written_out_otherwise, "group_norm(act=silu)"),
+        *((function, "group_norm") for function in (another_gate, gate_read_twice, changed_behind_the_gate)),
+    ],
+    ids=lambda argument: getattr(argument, "__name__", ""),
+)
+def test_silu_written_out(function, became, device):
+    given = torch.randn(2, 8, 6, 5, device=device), torch.randn(8, device=device)
+    y, report = rewritten(function, *given)
+    torch.testing.assert_close(y, function(*given), rtol=1e-5, atol=1e-5)
+    (row,) = report.sites
+    assert row.became == became
+
+
+def test_silu_takes_no_integers(device):
+    def function(x):
+        n = x.long()
+        return n * torch.sigmoid(n)
+
+    x = torch.randn(2, 8, device=device)
+    torch.testing.assert_close(rewritten(function, x)[0], function(x))

@@ -107,6 +107,7 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute:
     global last_report
     graph = graph_module.graph
     report, glue = Report(), []
+    is_changed = _join_silu(graph)
     padded = padded_graphs.fold(graph_module, _may_write)
     if padded:
         glue.append(f"padding by the convolutions behind it: {', '.join(padded)}")
@@ -125,13 +126,52 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute:
         report.sites.append(row)
     moved = formats.write(graph_module)
     report.glue = "; ".join([*glue, *([moved] if moved else [])])
-    if report.glue or any(row.became for row in report.sites):
+    if is_changed or report.glue or any(row.became for row in report.sites):
         graph.lint()
         graph_module.recompile()
     last_report = report
     if report.glue or report.sites:
         _LOG.info("%s", report)
     return report
+
+
+_SIGMOIDS = {f for f in (torch.sigmoid, F.sigmoid) if originals.is_torchs(f)}
+_MULTIPLY = {f for f in (operator.mul, torch.mul) if originals.is_torchs(f)}
+
+
+def _join_silu(graph: fx.Graph) -> bool:
+    """Writes ``x * sigmoid(x)`` as the one function that it is; whether there was one."""
+    found = False
+    for node in list(graph.nodes):
+        if node.target not in _MULTIPLY or len(node.args) != 2 or node.kwargs or not _are_nodes(node.args):
+            continue
+        for x, gate in (node.args, node.args[::-1]):
+            if not _is_sigmoid(gate) or gate.args[0] is not x or list(gate.users) != [node]:
+                continue
+            given = value(x)
+            if not isinstance(given, Tensor) or not given.is_floating_point():  # which is SiLU's alone
+                continue
+            between = gate.next
+            while between is not node and not _may_write(between):
+                between = between.next
+            if between is node:
+                with graph.inserting_before(node):
+                    made = graph.call_function(F.silu, (x,))
+                made.meta = dict(node.meta)
+                node.replace_all_uses_with(made)
+                graph.erase_node(node)
+                graph.erase_node(gate)
+                found = True
+                break
+    return found
+
+
+def _is_sigmoid(node: fx.Node) -> bool:
+    if len(node.args) != 1 or node.kwargs:
+        return False
+    if node.op == "call_method":
+        return node.target == "sigmoid" and originals.untouched(*originals.methods(("sigmoid",)))()
+    return node.op == "call_function" and node.target in _SIGMOIDS and originals.runs_as_is(node.target)
 
 
 def _write_all(dims_last: Sequence[int], graph_module: fx.GraphModule) -> None:
