@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 
-from kgopt import functional, ops
+from kgopt import functional, ops, torch_private
 
 CALLS = {
     "group_norm": lambda x, w, g: functional.group_norm(x, 2, g, g, act="relu"),
@@ -91,3 +94,22 @@ def test_no_gradient_from_above(device):
     assert x.grad is None
     assert w.grad is None
     assert g.grad is None
+
+
+def test_compiled_autograd(device):
+    """The nodes of eager calls have the key of a backward that PyTorch compiles."""
+    if torch_private.missing().get("torch.autograd.Function._compiled_autograd_key"):
+        pytest.skip("this torch compiles no backward of functions")
+    torch._dynamo.reset()
+
+    def gradients(given):
+        y = sum(call(*given).square().sum() for call in CALLS.values())
+        y.backward()
+        return [t.grad for t in given]
+
+    given = inputs(device)
+    expected = gradients([t.detach().clone().requires_grad_() for t in given])
+    with compiled_autograd._enable(functools.partial(torch.compile, backend="eager")):
+        found = gradients(given)
+    for mine, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, right)

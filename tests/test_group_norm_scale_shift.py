@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends.debugging import aot_eager
 
 import kgopt.nn
 from kgopt import functional, reference
@@ -228,14 +229,21 @@ def test_compiled_with_dynamic_sizes(device):
     def run(x, s, t, w):
         return functional.group_norm(x, 4, w, w, act="silu", scale=s, shift=t)
 
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
-    for n, size in ((2, 5), (3, 7)):
-        tensors = [torch.randn(n, 8, size, 6), *torch.randn(2, n, 8), torch.randn(8)]
+    graphs = set()
+
+    def backend(graph, given):
+        graphs.add(n)
+        return aot_eager(graph, given)
+
+    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=True)
+    for n, size in ((2, 5), (3, 7), (4, 6)):
+        tensors = [torch.randn(shape) for shape in ((n, 8, size, 6), (n, 8), (n, 8), (8,))]
         tensors = [t.to(device).requires_grad_() for t in tensors]
         for mine, right in zip(
             *(torch.autograd.grad(f(*tensors).square().sum(), tensors) for f in (compiled, run)), strict=True
         ):
             torch.testing.assert_close(mine, right)
+    assert graphs == {2}  # which serves every number of samples
 
 
 def test_vmap(device):

@@ -15,6 +15,7 @@ import optimize_models as models
 from kgopt.rewrite import backend
 from optimize_models import rewritten
 from test_optimize import assert_same_results
+from tolerances import assert_as_good_as_torch
 
 ALWAYS = {"kgopt.always": True}
 
@@ -194,3 +195,115 @@ def test_inductor_mode(device):
     compiled = torch.compile(functional, backend="kgopt", mode="max-autotune-no-cudagraphs")
     x, w, b = torch.randn(2, 8, 5, 4, device=device), torch.randn(8, device=device), torch.randn(8, device=device)
     torch.testing.assert_close(compiled(x, w, b), functional(x, w, b), rtol=1e-4, atol=1e-5)
+
+
+def halved(x, w):
+    return F.group_norm(x, 2, w) / 2
+
+
+def arithmetic(x, w):
+    return (0.25 * F.silu(F.group_norm(x, 2, w)) - 1).add(3).mul(2)
+
+
+def arithmetic_in_place(x, w):
+    h = F.group_norm(x, 2, w)
+    h *= 3
+    h -= 0.5
+    return torch.relu(h.div_(2))
+
+
+def of_a_bool(x, w):
+    return F.group_norm(x, 2, w) * True
+
+
+def by_zero(x, w):
+    return F.group_norm(x, 2, w) / 0
+
+
+def with_alpha(x, w):
+    return torch.add(F.group_norm(x, 2, w), 1, alpha=2)
+
+
+def in_front(x, w):
+    """Arithmetic in front of a norm does not make the convolution kgopt's."""
+    return F.group_norm(F.conv2d(x, w[:, None, None, None].expand(8, 8, 1, 1)) * 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "became"),
+    [
+        (halved, "group_norm(act=mul(0.5))"),
+        (arithmetic, "group_norm(act=silu+mul(0.25)+add(-1.0)+add(3.0)+mul(2.0))"),
+        (arithmetic_in_place, "group_norm(act=mul(3.0)+add(-0.5)+mul(0.5)+relu)"),
+        *((function, "group_norm") for function in (of_a_bool, by_zero, with_alpha, in_front)),
+    ],
+    ids=lambda argument: getattr(argument, "__name__", ""),
+)
+def test_arithmetic_with_numbers(function, became, device):
+    given = torch.randn(2, 8, 6, 5, device=device), torch.randn(8, device=device)
+
+    def gradients(function, dtype=torch.float32):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in given]
+        y = function(*leaves)
+        return y.detach(), *torch.autograd.grad(y, leaves, torch.full_like(y, 0.3).cumsum(-1))
+
+    mine = gradients(lambda *leaves: rewritten(function, *leaves)[0])
+    for a, b, right in zip(mine, gradients(function), gradients(function, torch.float64), strict=True):
+        if right.isfinite().all():
+            assert_as_good_as_torch(a, b, right)
+    (row,) = rewritten(function, *given)[1].sites
+    assert row.became == became
+
+
+def written_out(x, w):
+    h = F.group_norm(x, 2, w)
+    return h * torch.sigmoid(h)
+
+
+def written_out_otherwise(x, w):
+    h = F.group_norm(x, 2, w)
+    return torch.mul(h.sigmoid(), h)
+
+
+def another_gate(x, w):
+    h = F.group_norm(x, 2, w)
+    return h * torch.sigmoid(x)
+
+
+def gate_read_twice(x, w):
+    h = F.group_norm(x, 2, w)
+    gate = torch.sigmoid(h)
+    return h * gate + gate
+
+
+def changed_behind_the_gate(x, w):
+    h = F.group_norm(x, 2, w)
+    gate = torch.sigmoid(h)
+    h.add_(1)
+    return h * gate
+
+
+@pytest.mark.parametrize(
+    ("function", "became"),
+    [
+        (written_out, "group_norm(act=silu)"),
+        (written_out_otherwise, "group_norm(act=silu)"),
+        *((function, "group_norm") for function in (another_gate, gate_read_twice, changed_behind_the_gate)),
+    ],
+    ids=lambda argument: getattr(argument, "__name__", ""),
+)
+def test_silu_written_out(function, became, device):
+    given = torch.randn(2, 8, 6, 5, device=device), torch.randn(8, device=device)
+    y, report = rewritten(function, *given)
+    torch.testing.assert_close(y, function(*given), rtol=1e-5, atol=1e-5)
+    (row,) = report.sites
+    assert row.became == became
+
+
+def test_silu_takes_no_integers(device):
+    def function(x):
+        n = x.long()
+        return n * torch.sigmoid(n)
+
+    x = torch.randn(2, 8, device=device)
+    torch.testing.assert_close(rewritten(function, x)[0], function(x))

@@ -10,12 +10,14 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import kgopt
 import optimize_models as models
 from kgopt.rewrite import glue
 from kgopt.rewrite.glue import search
-from kgopt.rewrite.meanings import conv_of
+from kgopt.rewrite.meanings import activation_of, conv_of
+from modulated_models import C, Diffusers, E
 from tolerances import assert_as_good_as_torch
 
 
@@ -272,3 +274,89 @@ def test_models_of_libraries(name, device):
     y, calls = graph_of(model, x)
     assert {op: calls[op] for op in LIBRARIES[name]} == LIBRARIES[name]
     assert_right(model, original, y, x)
+
+
+class Code(nn.Module):
+    """A norm and an activation as statements."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.norm, self.act = nn.GroupNorm(2, 8), act
+
+    def forward(self, x):
+        h = self.norm(x)
+        h = self.act(h)
+        return h + 1
+
+
+@pytest.mark.parametrize(
+    "act",
+    [nn.LeakyReLU(0.1), nn.ELU(0.7, inplace=True), nn.Hardtanh(-2, 3.5), nn.Softplus(2, 15), nn.Hardshrink(0.8)],
+    ids=str,
+)
+@pytest.mark.parametrize("make", [Code, lambda act: nn.Sequential(nn.GroupNorm(2, 8), act)], ids=["code", "sequential"])
+def test_numbers_of_activations_where_dynamo_traces_numbers(make, act):
+    """``dynamic=True`` traces floats that modules hold."""
+    model, called = make(act).eval(), []
+
+    def backend(graph, inputs):
+        called.extend(node.args[-1] for node in graph.graph.nodes if node.target is torch.ops.kgopt.group_norm.default)
+        return graph
+
+    torch._dynamo.reset()
+    mine = kgopt.optimize(copy.deepcopy(model), measure=False)
+    compiled = torch.compile(mine, backend=backend, dynamic=True, fullgraph=True)
+    for size in (5, 7):
+        x = torch.randn(2, 8, size, 6)
+        torch.testing.assert_close(compiled(x), model(x))
+    assert [text.partition("(")[0] for text in called] == [activation_of(act).partition("(")[0]]
+
+
+def test_a_changed_number_is_compiled_anew():
+    model = kgopt.optimize(nn.Sequential(nn.GroupNorm(2, 8), nn.LeakyReLU(0.1)).eval(), measure=False)
+    torch._dynamo.reset()
+    compiled, x = torch.compile(model, backend="eager", dynamic=True, fullgraph=True), torch.randn(2, 8, 5, 6)
+    compiled(x)
+    model[1].negative_slope = 0.3
+    torch.testing.assert_close(compiled(x), nn.functional.leaky_relu(nn.functional.group_norm(x, 2), 0.3))
+
+
+def test_dims_of_a_mean_where_dynamo_traces_numbers():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.GroupNorm(2, 8)
+
+        def forward(self, x):
+            x = self.norm(x)
+            return torch.mean(x, dim=[2, 3])
+
+    torch._dynamo.reset()
+    model, x = Mean().eval(), torch.randn(2, 8, 5, 6)
+    mine = kgopt.optimize(copy.deepcopy(model), measure=False)
+    compiled = torch.compile(mine, backend="eager", dynamic=True, fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_as_many_graphs_for_numbers_of_samples(dynamic):
+    """The op takes no symbolic number of groups, of which scale and shift by sample have N times as many."""
+    model = Diffusers().eval()
+
+    def graphs(compiled):
+        made = []
+
+        def backend(graph, inputs):
+            made.append(graph)
+            return aot_eager(graph, inputs)
+
+        torch._dynamo.reset()
+        compiled = torch.compile(compiled, backend=backend, dynamic=dynamic, fullgraph=True)
+        with torch.no_grad():
+            for n in (2, 3, 4, 5):
+                given = torch.randn(n, C, 6, 5), torch.randn(n, E)
+                torch.testing.assert_close(compiled(*given), model(*given))
+        return len(made)
+
+    mine = kgopt.optimize(copy.deepcopy(model), measure=False)
+    assert graphs(mine) == graphs(model) < 3

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import kgopt.rewrite.backend as backend
 from tolerances import assert_as_good_as_torch
@@ -80,6 +81,26 @@ def dropout(x, w, b, e):
     return F.silu(F.dropout(F.group_norm(x, 2, w, b), 0.0, False) * e[:, :C] + e[:, C:])
 
 
+def one_a_sample(x, w, b, e):
+    return F.silu(F.group_norm(x, 2, w, b) * e[:, :1] + e[:, C : C + 1])
+
+
+def of_fewer_dims(x, w, b, e):
+    return F.silu(F.group_norm(x, 2, w, b) * w[:, None, None] + b.view(C, 1, 1))
+
+
+def of_one_value(x, w, b, e):
+    return F.silu(F.group_norm(x, 2, w, b) * w[0] + b[:1])
+
+
+def less(x, w, b, e):
+    return torch.tanh(F.group_norm(x, 2, w, b) - w[:, None, None])
+
+
+def times_less(x, w, b, e):
+    return torch.sub(F.group_norm(x, 2, w, b) * e[:, :C], e[:, C:]).relu()
+
+
 OURS = {
     usual: "group_norm(scale, shift, act=silu)",
     other_way_round: "group_norm(scale, shift, act=relu)",
@@ -94,11 +115,12 @@ OURS = {
     prelu: "group_norm_prelu(scale, shift)",
     one_for_all: "group_norm(scale, shift, act=silu)",
     with_sum: "group_norm(scale, shift)",
+    one_a_sample: "group_norm(scale, shift, act=silu)",
+    of_fewer_dims: "group_norm(scale, shift, act=silu)",
+    of_one_value: "group_norm(scale, shift, act=silu)",
+    less: "group_norm(shift, act=tanh)",
+    times_less: "group_norm(scale, shift, act=relu)",
 }
-
-
-def one_a_sample(x, w, b, e):
-    return F.silu(F.group_norm(x, 2, w, b) * e[:, :1] + e[:, C : C + 1])
 
 
 def by_position(x, w, b, e):
@@ -129,7 +151,16 @@ def with_a_value(x, w, b, e):
     return F.silu(torch.addcmul(e[:, C:], F.group_norm(x, 2, w, b), e[:, :C], value=2))
 
 
-APART = [one_a_sample, by_position, wider, in_place_on_the_other, read_twice, with_itself, with_a_value]
+def less_from(x, w, b, e):
+    return e[:, :C] - F.group_norm(x, 2, w, b)
+
+
+def of_a_row(x, w, b, e):
+    """One value a column."""
+    return F.group_norm(x, 2, w, b) * w[: x.shape[-1]]
+
+
+APART = [less_from, of_a_row, by_position, wider, in_place_on_the_other, read_twice, with_itself, with_a_value]
 
 
 def rewritten(function, *given):
@@ -218,10 +249,10 @@ def test_beside_convolutions_on_a_gpu(n, device, monkeypatch):
 def test_one_graph_for_all_sizes(device):
     graphs = []
 
-    def compiler(graph, _):
+    def compiler(graph, given):
         backend.rewrite_graph(graph, always=True)
         graphs.append([row.became for row in backend.last_report.sites])
-        return graph
+        return aot_eager(graph, given)  # which traces the calls of the ops, too
 
     compiled = torch.compile(usual, backend=compiler, fullgraph=True, dynamic=True)
     for n, size in ((2, 5), (3, 7), (5, 4)):

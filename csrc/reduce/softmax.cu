@@ -8,7 +8,7 @@
 namespace kgopt {
 namespace {
 
-constexpr int kSoftmaxThreads = 512;
+constexpr int kSoftmaxThreads = 512, kSoftmaxBatch = 4;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // The hardware's exponential is that of two. x is a difference of scores: of the scores themselves, which may be
@@ -36,6 +36,20 @@ struct SoftmaxState {
   }
 };
 
+// A thread's vectors of a row, a batch at a time: all of its loads are under way before the first value is used.
+template <int kVec, typename F>
+__device__ __forceinline__ void for_batches(int64_t columns, const F& f) {
+  constexpr int64_t kStep = int64_t(kSoftmaxThreads) * kVec;
+  for (int64_t first = int64_t(threadIdx.x) * kVec; first < columns; first += kSoftmaxBatch * kStep) {
+    f([&](auto&& use) {
+#pragma unroll
+      for (int b = 0; b < kSoftmaxBatch; ++b) {
+        if (first + b * kStep < columns) use(b, first + b * kStep);
+      }
+    });
+  }
+}
+
 // A block a row. Its first columns stay in shared memory; what does not fit is read twice.
 template <typename In, typename Out, int kVec>
 __global__ void __launch_bounds__(kSoftmaxThreads) scaled_softmax_kernel(const __grid_constant__ SoftmaxParams p) {
@@ -48,20 +62,28 @@ __global__ void __launch_bounds__(kSoftmaxThreads) scaled_softmax_kernel(const _
     const In* const x = static_cast<const In*>(p.x) + row * p.columns;
     Out* const y = static_cast<Out*>(p.y) + row * p.columns;
     SoftmaxState<Acc> s;
-#pragma unroll 4
-    for (int64_t i = int64_t(threadIdx.x) * kVec; i < p.columns; i += kSoftmaxThreads * kVec) {
-      const Vec<In, kVec> loaded = load_vec<In, kVec>(x + i);
-      if (i < p.kept) store_vec(kept + i, loaded);  // the same thread reads it again
-      Acc v[kVec];
-      unpack(loaded, v);
-      Acc largest = v[0] * scale;
+    for_batches<kVec>(p.columns, [&](auto&& each) {
+      Vec<In, kVec> loaded[kSoftmaxBatch];
+      each([&](int b, int64_t i) { loaded[b] = load_vec<In, kVec>(x + i); });
+      Acc largest = -INFINITY;
+      each([&](int b, int64_t i) {
+        if (i < p.kept) store_vec(kept + i, loaded[b]);  // the same thread reads it again
+        Acc v[kVec];
+        unpack(loaded[b], v);
 #pragma unroll
-      for (int j = 1; j < kVec; ++j) largest = v[j] * scale > largest ? v[j] * scale : largest;
+        for (int j = 0; j < kVec; ++j) largest = v[j] * scale > largest ? v[j] * scale : largest;
+      });
       s.raise(largest);
       const Acc shift = s.shift();
+      Acc sum = 0;
+      each([&](int b, int64_t) {
+        Acc v[kVec];
+        unpack(loaded[b], v);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) s.sum += exp_of(fma(v[j], scale, -shift));
-    }
+        for (int j = 0; j < kVec; ++j) sum += exp_of(fma(v[j], scale, -shift));
+      });
+      s.sum += sum;
+    });
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) {
       s.merge({__shfl_xor_sync(kAllLanes, s.top, mask), __shfl_xor_sync(kAllLanes, s.sum, mask)});
@@ -73,14 +95,17 @@ __global__ void __launch_bounds__(kSoftmaxThreads) scaled_softmax_kernel(const _
 #pragma unroll
     for (int w = 1; w < kSoftmaxThreads / 32; ++w) s.merge(shared[w]);
     const Acc shift = s.shift(), factor = Acc(1) / s.sum;
-#pragma unroll 4
-    for (int64_t i = int64_t(threadIdx.x) * kVec; i < p.columns; i += kSoftmaxThreads * kVec) {
-      Acc v[kVec];
-      unpack(load_vec<In, kVec>((i < p.kept ? kept : x) + i), v);
+    for_batches<kVec>(p.columns, [&](auto&& each) {
+      Vec<In, kVec> loaded[kSoftmaxBatch];
+      each([&](int b, int64_t i) { loaded[b] = load_vec<In, kVec>((i < p.kept ? kept : x) + i); });
+      each([&](int b, int64_t i) {
+        Acc v[kVec];
+        unpack(loaded[b], v);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) v[j] = exp_of(fma(v[j], scale, -shift)) * factor;
-      store_vec(y + i, pack<Out, kVec>(v));
-    }
+        for (int j = 0; j < kVec; ++j) v[j] = exp_of(fma(v[j], scale, -shift)) * factor;
+        store_vec(y + i, pack<Out, kVec>(v));
+      });
+    });
   }
 }
 

@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch.compiler import is_compiling
+
 MAX_ACTS, MAX_PARAMETERS = 15, 6
 """Activations of a chain, and different sets of parameters among them."""
 
@@ -116,14 +118,20 @@ def _row(one: Act) -> tuple[float, ...]:
 
 def text(name: str, *parameters: Any) -> str | None:
     """The canonical text of a module's or function's activation; None where the ops do not take such parameters."""
+    if is_compiling():
+        return _made(name, tuple([_constant(p) for p in parameters]))
     try:
         return _text(name, parameters)
     except TypeError:  # not hashable
         return None
 
 
-@functools.lru_cache(4096)
-def _text(name: str, parameters: tuple[Any, ...]) -> str | None:
+def _constant(p: Any) -> Any:
+    """A number that Dynamo may trace (``dynamic=True``: those of modules) as a constant, with a guard."""
+    return float.fromhex(p.hex()) if type(p) is float else p
+
+
+def _made(name: str, parameters: tuple[Any, ...]) -> str | None:
     if any(type(p) not in (int, float) for p in parameters):
         return None
     try:
@@ -131,6 +139,9 @@ def _text(name: str, parameters: tuple[Any, ...]) -> str | None:
     except OverflowError:
         return None
     return Act(name, numbers).text if numbers == parameters and not _refusal(name, numbers) else None
+
+
+_text = functools.lru_cache(4096)(_made)
 
 
 def _parse_one(one: str, act: str) -> Act:

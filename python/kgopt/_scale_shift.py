@@ -36,6 +36,19 @@ def rows(factor: Tensor | None, shift: Tensor | None) -> int:
     return count
 
 
+def is_number(count: int) -> bool:
+    """Whether a count of rows is known. A compiler's may be symbolic, and a number of groups made of it is none.
+
+    The ops take no symbolic number of groups: code would be compiled for each number of samples.
+    """
+    if torch.jit.is_scripting():
+        return True
+    else:  # what stands behind an if is scripted, too
+        if torch.compiler.is_compiling():
+            return torch.fx.experimental.symbolic_shapes.has_static_value(count)
+        return type(count) is int
+
+
 def folded(
     x: Tensor,
     weight: Tensor | None,

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt import ops as ops
-from kgopt._scale_shift import arranged, by_sample, rows, slopes
+from kgopt._scale_shift import arranged, by_sample, is_number, rows, slopes
 
 Ints = int | Sequence[int]
 
@@ -269,10 +269,11 @@ def _scaled_group_norm(
     if residual is not None and residual.shape != x.shape:
         raise RuntimeError(f"group_norm: residual has shape {list(residual.shape)}, expected {list(x.shape)}")
     factor = None if scale is None else 1 + scale.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    if rows(factor, shift) == 1:
+    count = rows(factor, shift)
+    if count == 1:
         x, num_groups, weight, bias = arranged(x, num_groups, weight, bias, factor, shift)
         return _one_group_norm(x, num_groups, weight, bias, eps, act, residual, slope)
-    if x.is_contiguous() and x.numel() > 0:
+    if is_number(count) and x.is_contiguous() and x.numel() > 0:
         u, groups, w, b = arranged(x, num_groups, weight, bias, factor, shift)
         r = None if residual is None else by_sample(residual)
         slope = None if slope is None else slopes(slope, x, u)

@@ -88,7 +88,8 @@ def activation_ref(x: Tensor, act: str) -> Tensor:
 
 def torch_activation(x: Tensor, act: str) -> Tensor:
     """The same by PyTorch's own functions alone."""
-    for name, parameters in _acts.parse(act):
+    parse = _acts.parse.__wrapped__ if torch.compiler.is_compiling() else _acts.parse  # Dynamo warns of a cache
+    for name, parameters in parse(act):
         x = TORCH_ACTIVATIONS[name](x, *parameters)
     return x
 

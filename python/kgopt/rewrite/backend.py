@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from kgopt import _acts
 from kgopt._scale_shift import fits
 from kgopt.rewrite import convolutions, emit, functional_norms, originals, padded_graphs, policy, upsampled_graphs
-from kgopt.rewrite.captured import uses_autocast
-from kgopt.rewrite.captured import value as _value
+from kgopt.rewrite.captured import uses_autocast, value
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.contest import Contest, convolves
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
@@ -47,6 +47,20 @@ _CONVS = {f: name for f, name in _CONVS.items() if originals.is_torchs(f)}
 _NORMS = {f: n for f, n in ((F.group_norm, "group"), (F.instance_norm, "instance")) if originals.is_torchs(f)}
 _PRODUCTS = {f: f is operator.imul for f in (operator.mul, operator.imul, torch.mul) if originals.is_torchs(f)}
 _ADDCMUL = torch.addcmul if originals.is_torchs(torch.addcmul) else None
+# Of a value and a number: the op's activation, and what it makes of the number.
+_WITH_NUMBER: dict[str, tuple[str, Callable[[float], float]]] = {
+    **dict.fromkeys(("add", "iadd", "add_"), ("add", float)),
+    **dict.fromkeys(("sub", "isub", "sub_"), ("add", operator.neg)),
+    **dict.fromkeys(("mul", "imul", "mul_"), ("mul", float)),
+    **dict.fromkeys(("truediv", "itruediv", "div", "div_"), ("mul", lambda number: 1 / number)),
+}
+_FUNCTIONS_WITH_NUMBER = {
+    f: f.__name__
+    for module, names in ((operator, "add sub mul truediv iadd isub imul itruediv"), (torch, "add sub mul div"))
+    for f in (getattr(module, name) for name in names.split())
+    if originals.is_torchs(f)
+}
+_SUB = {f for f in (operator.sub, torch.sub) if originals.is_torchs(f)}
 _ARITHMETIC_METHODS = {"add": "add", "add_": "add", "mul": "mul", "mul_": "mul", "addcmul": "addcmul"}
 _KEEP_THEIR_INPUT = {
     getattr(torch.ops.kgopt, name).default
@@ -93,6 +107,7 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute:
     global last_report
     graph = graph_module.graph
     report, glue = Report(), []
+    is_changed = _join_silu(graph)
     padded = padded_graphs.fold(graph_module, _may_write)
     if padded:
         glue.append(f"padding by the convolutions behind it: {', '.join(padded)}")
@@ -102,15 +117,16 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute:
     formats = convolutions.find(graph_module)
     dims_last = [*([4] if convolves(graph) else []), *({5} & formats.dims_last)]
     contest = None if always else Contest(functools.partial(_write_all, dims_last), dims_last)
+    switches_autocast = uses_autocast(graph)
     for found in _Reader(graph_module, dims_last).matches():
         row = SiteRow(found.norm.origin.name, found.chain.label, "")
-        row.reason = _Writer(graph_module, found, always, recompute).replace(contest)
+        row.reason = _Writer(graph_module, found, switches_autocast, always, recompute).replace(contest)
         if not row.reason:
             row.became = found.chain.becomes
         report.sites.append(row)
     moved = formats.write(graph_module)
     report.glue = "; ".join([*glue, *([moved] if moved else [])])
-    if report.glue or any(row.became for row in report.sites):
+    if is_changed or report.glue or any(row.became for row in report.sites):
         graph.lint()
         graph_module.recompile()
     last_report = report
@@ -119,10 +135,50 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute:
     return report
 
 
+_SIGMOIDS = {f for f in (torch.sigmoid, F.sigmoid) if originals.is_torchs(f)}
+_MULTIPLY = {f for f in (operator.mul, torch.mul) if originals.is_torchs(f)}
+
+
+def _join_silu(graph: fx.Graph) -> bool:
+    """Writes ``x * sigmoid(x)`` as the one function that it is; whether there was one."""
+    found = False
+    for node in list(graph.nodes):
+        if node.target not in _MULTIPLY or len(node.args) != 2 or node.kwargs or not _are_nodes(node.args):
+            continue
+        for x, gate in (node.args, node.args[::-1]):
+            if not _is_sigmoid(gate) or gate.args[0] is not x or list(gate.users) != [node]:
+                continue
+            given = value(x)
+            if not isinstance(given, Tensor) or not given.is_floating_point():  # which is SiLU's alone
+                continue
+            between = gate.next
+            while between is not node and not _may_write(between):
+                between = between.next
+            if between is node:
+                with graph.inserting_before(node):
+                    made = graph.call_function(F.silu, (x,))
+                made.meta = dict(node.meta)
+                node.replace_all_uses_with(made)
+                graph.erase_node(node)
+                graph.erase_node(gate)
+                found = True
+                break
+    return found
+
+
+def _is_sigmoid(node: fx.Node) -> bool:
+    if len(node.args) != 1 or node.kwargs:
+        return False
+    if node.op == "call_method":
+        return node.target == "sigmoid" and originals.untouched(*originals.methods(("sigmoid",)))()
+    return node.op == "call_function" and node.target in _SIGMOIDS and originals.runs_as_is(node.target)
+
+
 def _write_all(dims_last: Sequence[int], graph_module: fx.GraphModule) -> None:
     """kgopt's ops wherever they can be."""
+    switches_autocast = uses_autocast(graph_module.graph)
     for found in _Reader(graph_module, dims_last).matches():
-        _Writer(graph_module, found, always=True).replace()
+        _Writer(graph_module, found, switches_autocast, always=True).replace()
 
 
 class _Reader:
@@ -152,16 +208,17 @@ class _Reader:
 
     def _modulates(self, norm: Node, node: Node, other: Node) -> bool:
         """Whether what multiplies a norm's result, or is added, has one value a sample and channel, or a channel."""
-        x, normed, result, given = (_value(n) for n in (norm.origin.args[0], norm.origin, node.origin, other.origin))
+        x, normed, result, given = (value(n) for n in (norm.origin.args[0], norm.origin, node.origin, other.origin))
         if not all(isinstance(t, Tensor) for t in (x, normed, result, given)) or not given.is_floating_point():
             return False
         if (result.shape, result.dtype, result.device) != (normed.shape, normed.dtype, normed.device):
             return False
-        if given.device != normed.device or not fits(given, normed):
+        if given.device != normed.device or not _has_one_a_channel(given, normed):
             return False
         # Where samples differ, their channels must be seen as channels of one: not in channels_last.
         return bool(
-            given.shape[0] == 1
+            given.dim() < normed.dim()
+            or given.shape[0] == 1
             or (x.is_contiguous() and not (x.dim() in self.dims_last and _lies_as_inductor_wants(x)))
         )
 
@@ -174,6 +231,9 @@ class _Reader:
 
     def _kind(self, node: fx.Node) -> tuple[Node, list[fx.Node]]:
         args, kwargs = node.args, dict(node.kwargs)
+        with_number = _with_number(node)
+        if with_number is not None:
+            return with_number
         if node.op not in ("call_function", "call_method") or not args or not isinstance(args[0], fx.Node):
             return Node("value"), []
         x = args[0]
@@ -202,6 +262,8 @@ class _Reader:
         if len(args) == 2 and isinstance(args[1], fx.Node):
             if node.target in _PRODUCTS and not kwargs:
                 return Node("mul", inplace=_PRODUCTS[node.target]), [x, args[1]]
+            if node.target in _SUB and not kwargs:
+                return Node("sub"), [x, args[1]]
             if node.target is operator.iadd and originals.untouched(*originals.methods(("__iadd__",)))():
                 return Node("add", inplace=True), [x, args[1]]
             made = describe_function(node.target, [], named)
@@ -210,13 +272,46 @@ class _Reader:
         return (made, [x]) if made is not None and made.kind != "add" else (Node("value"), [])
 
 
+def _with_number(node: fx.Node) -> tuple[Node, list[fx.Node]] | None:
+    """A value plus, minus, times or divided by a number, as an activation; None: something else."""
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    if node.op == "call_function" and originals.runs_as_is(node.target):
+        name = _FUNCTIONS_WITH_NUMBER.get(node.target, "")
+    elif node.op == "call_method" and originals.untouched(*originals.methods((str(node.target),)))():
+        name = str(node.target)
+    else:
+        return None
+    act, convert = _WITH_NUMBER.get(name, ("", float))
+    x, number = node.args
+    if name in ("add", "mul") and isinstance(number, fx.Node):
+        x, number = number, x
+    made, given = value(node), value(x)
+    if not act or not isinstance(x, fx.Node) or type(number) not in (int, float) or not (number or act == "add"):
+        return None
+    if not isinstance(made, Tensor) or not isinstance(given, Tensor) or made.dtype is not given.dtype:
+        return None  # of integers
+    text = _acts.text(act, convert(number))  # type: ignore[arg-type]
+    return None if text is None else (Node("act", name=text, is_number=True), [x])
+
+
 def _adds(add: Node, other: Node) -> bool:
     """What is added has the sum's size and dtype: nothing is broadcast or promoted in the op."""
-    result, given = _value(add.origin), [_value(n.origin) for n in (*add.inputs, other)]
+    result, given = value(add.origin), [value(n.origin) for n in (*add.inputs, other)]
     return isinstance(result, Tensor) and all(
         isinstance(t, Tensor) and (t.shape, t.dtype, t.device) == (result.shape, result.dtype, result.device)
         for t in given
     )
+
+
+def _has_one_a_channel(operand: Tensor, x: Tensor) -> bool:
+    """Whether it is, or broadcasts to, one value a channel, or a sample and channel."""
+    if fits(operand, x):
+        return True
+    shape = (*[1] * (x.dim() - operand.dim()), *operand.shape)
+    if len(shape) != x.dim() or x.dim() < 2 or not all(type(s) is int for s in (*shape[1:], x.shape[1])):
+        return False
+    return shape[0] in (1, x.shape[0]) and shape[1] in (1, x.shape[1]) and all(s == 1 for s in shape[2:])
 
 
 def _lies_as_inductor_wants(x: Tensor) -> bool:
@@ -236,8 +331,16 @@ def _holds_node(argument: Any) -> bool:
 class _Writer:
     """Replaces one chain in the graph, or says why not."""
 
-    def __init__(self, graph_module: fx.GraphModule, found: Match, always: bool, recompute: bool = False) -> None:
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        found: Match,
+        switches_autocast: bool,
+        always: bool,
+        recompute: bool = False,
+    ) -> None:
         self.graph = graph_module.graph
+        self.switches_autocast = switches_autocast  # the graph, somewhere inside
         self.found = found
         self.always = always
         self.recompute = recompute
@@ -251,7 +354,7 @@ class _Writer:
 
     def replace(self, contest: Contest | None = None) -> str:
         """ "" when it is done, else the reason. ``contest``: says where the compiler's own kernels are faster."""
-        x, chain = _value(self.x), self.found.chain
+        x, chain = value(self.x), self.found.chain
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.device.type not in ("cpu", "cuda"):
             return "its input is no dense floating-point tensor"
         try:
@@ -259,10 +362,9 @@ class _Writer:
             if isinstance(made, ChannelNorm):
                 norm = self._channel_args(made, x)
             else:
-                norm = self._norm_args(_value(made.origin.args[0]))
+                norm = self._norm_args(value(made.origin.args[0]))
             conv = self._conv_args(x) if chain.conv else None
             norm.slope = self._slope(x) if chain.has_prelu else None
-            norm.multiplier, norm.addend = self._operand(self.found.factor), self._operand(self.found.shift)
         except _NotOursError as error:
             return str(error)
         reason = self._obstacle()
@@ -272,7 +374,7 @@ class _Writer:
             return "on the CPU, where PyTorch's kernels are the faster ones"
         if contest is not None:
             core = [*self.others, *(n.origin for n in self.found.nodes)]
-            reason = contest.lost(core, self.last, _value(self.found.norm.origin))
+            reason = contest.lost(core, self.last, value(self.found.norm.origin))
             if reason:
                 return reason
         self._write(x, conv, norm)
@@ -283,7 +385,7 @@ class _Writer:
         norm = made.arguments()
         if [bool(made.formula.weight), bool(made.formula.bias)] != [p is not None for p in (norm.weight, norm.bias)]:
             raise _NotOursError("its weight or bias is what another site gives")
-        dtypes = {_value(p).dtype for p in (norm.weight, norm.bias) if p is not None}
+        dtypes = {value(p).dtype for p in (norm.weight, norm.bias) if p is not None}
         if len(dtypes) > 1 or dtypes - {x.dtype, torch.float32}:
             raise _NotOursError("its weight or bias has a dtype that PyTorch alone takes")
         return norm
@@ -303,10 +405,10 @@ class _Writer:
             groups, weight, bias, eps = int(x.shape[1]), given["weight"], given["bias"], given["eps"]
         if type(groups) is not int or not isinstance(eps, float):
             raise _NotOursError("its number of groups or its eps is no constant")
-        if x is None or x.dim() < 2 or any(type(s) is int and s == 0 for s in x.shape) or _is_one_value(x, groups):
+        if x is None or x.dim() < 2 or any(type(s) is int and s == 0 for s in x.shape) or _is_onevalue(x, groups):
             raise _NotOursError("its groups hold no value or one")
         for p in (weight, bias):
-            v = _value(p)
+            v = value(p)
             if p is not None and (v is None or (v.dtype is not x.dtype and v.dtype is not torch.float32)):
                 raise _NotOursError("its weight or bias has a dtype that PyTorch alone takes")
         return NormArgs(groups, weight, bias, eps)
@@ -315,10 +417,10 @@ class _Writer:
         """The slopes of the chain's PReLU."""
         node = next(n.origin for n in self.found.nodes if n.name == PRELU)
         slope = (*node.args[1:], *node.kwargs.values())[0]
-        value, channels = _value(slope), _value(node).shape[1] if _value(node) is not None else None
-        if not isinstance(value, Tensor) or value.dim() > 1 or value.numel() not in (1, channels):
+        given, channels = value(slope), value(node).shape[1] if value(node) is not None else None
+        if not isinstance(given, Tensor) or given.dim() > 1 or given.numel() not in (1, channels):
             raise _NotOursError("the slopes of its PReLU are not one or one a channel")
-        if value.dtype is not x.dtype and value.dtype is not torch.float32:
+        if given.dtype is not x.dtype and given.dtype is not torch.float32:
             raise _NotOursError("the slopes of its PReLU have a dtype that PyTorch alone takes")
         return slope  # type: ignore[no-any-return]
 
@@ -329,7 +431,7 @@ class _Writer:
         defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
         given = _bind(tuple(names), node, defaults)
         rank = 3 if self.found.chain.conv.endswith("3d") else 2
-        weight = _value(given["weight"])
+        weight = value(given["weight"])
         if weight is None or x.dim() != rank + 2:
             raise _NotOursError("its convolution has no batch")
 
@@ -365,9 +467,10 @@ class _Writer:
         return ""
 
     def _write(self, x: Tensor, conv: ConvArgs | None, norm: NormArgs) -> None:
-        chain, before = self.found.chain, _value(self.last)
-        autocast = torch.is_autocast_enabled(x.device.type) or uses_autocast(self.graph)
+        chain, before = self.found.chain, value(self.last)
+        autocast = torch.is_autocast_enabled(x.device.type) or self.switches_autocast
         with self.graph.inserting_before(self.last):
+            norm.multiplier, norm.addend = self._one_a_channel(self.found.factor), self._one_a_channel(self.found.shift)
             half = self._half_precision() if autocast else None
             call_norm = None if half is None else functools.partial(self._call, emit.without_autocast)
             given = (self.x, x.dim(), conv, norm)
@@ -393,14 +496,14 @@ class _Writer:
         norm, chain = self.found.norm, self.found.chain
         if isinstance(norm, ChannelNorm) or chain.has_prelu:
             return None
-        x, normed, result = (_value(n) for n in (norm.origin.args[0], norm.origin, self.last))
+        x, normed, result = (value(n) for n in (norm.origin.args[0], norm.origin, self.last))
         if not all(isinstance(t, Tensor) and t.is_cuda for t in (x, normed, result)):
             return None
         if x.dtype not in (torch.float16, torch.bfloat16):
             return None
         if normed.dtype is x.dtype:
             return x.dtype if result.dtype is x.dtype else None
-        if uses_autocast(self.graph) or torch.get_autocast_dtype("cuda") is not x.dtype:
+        if self.switches_autocast or torch.get_autocast_dtype("cuda") is not x.dtype:
             return None
         if chain.added or chain.reduce or chain.is_modulated:  # what they compute in float32 would be rounded before
             return None
@@ -414,11 +517,25 @@ class _Writer:
     def _operand(self, operand: Node | None) -> Any:
         """A sum's or product's other value, as it is now: sites before this one have put other nodes in places."""
         for node in self.found.nodes:
-            if operand is not None and node.kind in ("add", "mul", "addcmul"):
+            if operand is not None and node.kind in ("add", "sub", "mul", "addcmul"):
                 for i, value in enumerate(node.inputs):
                     if value is operand:
                         return node.origin.args[i]
         return None
+
+    def _one_a_channel(self, operand: Node | None) -> Any:
+        """A factor or a shift, of the rank and the channels of what the norm gives."""
+        node = self._operand(operand)
+        if node is None:
+            return None
+        given, normed = value(node), value(self.found.norm.origin)
+        if operand is self.found.shift and any(n.kind == "sub" for n in self.found.nodes):
+            node = self.graph.call_function(operator.neg, (node,))
+        if given.dim() == normed.dim() and given.shape[1] == normed.shape[1]:
+            return node
+        sizes = [-1 if given.dim() == normed.dim() else 1] * normed.dim()
+        sizes[1] = normed.shape[1]
+        return self.graph.call_method("expand", (node, *sizes))
 
     def _call(self, function: Any, *args: Any) -> fx.Node:
         # A norm's input is kept for its own gradient anyway; a sum's other part is not.
@@ -445,7 +562,7 @@ def _bind(names: tuple[str, ...], node: fx.Node, defaults: Mapping[str, Any]) ->
     return given
 
 
-def _is_one_value(x: Tensor, groups: int) -> bool:
+def _is_onevalue(x: Tensor, groups: int) -> bool:
     """PyTorch refuses this, and says how. Sizes that are not known are more than one."""
     spatial = [s for s in x.shape[2:] if not (type(s) is int and s == 1)]
     return not spatial and x.shape[1] == groups

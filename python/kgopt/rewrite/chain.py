@@ -62,8 +62,10 @@ class Chain:
             return False
         if self.dims is None:
             return True
-        valid = all(-rank <= d < rank for d in self.dims)
-        return valid and sorted(d % rank for d in self.dims) == list(range(1, rank))
+        if not all(-rank <= d < rank for d in self.dims):
+            return False
+        # Not sorted: Dynamo may trace them.
+        return len(self.dims) == rank - 1 and {d % rank for d in self.dims} == set(range(1, rank))
 
     def _channels_only(self, rank: int) -> bool:
         return self.dims in ((1,), (1 - rank,))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt import ops as ops
-from kgopt._scale_shift import arranged, slopes
+from kgopt._scale_shift import arranged, is_number, rows, slopes
 from kgopt.reference import torch_activation
 from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
 from kgopt.torch_private import without_autocast_on_cuda
@@ -158,8 +158,14 @@ def modulated_norm(
 ) -> Tensor:
     """``act(GroupNorm(x) * factor + shift)``, where factor and shift are ``[1 or N, C, 1, ...]``.
 
-    Of several rows only for a contiguous x. ``slope`` is that of ``"prelu"``.
+    Of several rows only for a contiguous x. ``slope`` is that of ``"prelu"``. Where a compiler does not know the number
+    of rows, what is behind the norm is the compiler's.
     """
+    if not is_number(rows(factor, shift)):
+        y = group_norm(x, num_groups, weight, bias, eps)
+        y = y if factor is None else y * factor
+        y = y if shift is None else y + shift
+        return torch_activation(y, act) if slope is None else F.prelu(y, slope)
     u, groups, w, b = arranged(x, num_groups, weight, bias, factor, shift)
     if slope is None:
         y = group_norm(u, groups, w, b, eps, act)

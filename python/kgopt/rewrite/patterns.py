@@ -18,7 +18,7 @@ from kgopt.rewrite.chain import CHANNELS, PRELU, Chain, takes_another
 class Node:
     """One value. ``kind`` is what made it; every reader is in ``users``, those that are not understood as OTHER."""
 
-    # conv, norm, act, same, add and mul (of two values), addcmul (of three), mean, logsumexp, flatten;
+    # conv, norm, act, same, add, sub and mul (of two values), addcmul (of three), mean, logsumexp, flatten;
     # other: known, but in the way; value
     kind: str
     inputs: list[Node] = field(default_factory=list)
@@ -26,6 +26,7 @@ class Node:
     dims: tuple[int, ...] | None = None
     keepdim: bool = False
     inplace: bool = False
+    is_number: bool = False  # of an act: arithmetic with a number, which joins what is in front of it alone
     origin: Any = None  # the front end's own
     users: list[Node] = field(default_factory=list)
 
@@ -83,6 +84,8 @@ def match(
     before = norm.inputs[0]
     pre: list[Node] = []
     while before.kind in ("act", "same") and _sole_user(before) is not None and _has_room(pre, before, False):
+        if before.is_number:
+            break
         pre.insert(0, before)
         before = before.inputs[0]
     conv = before if before.kind == "conv" else None
@@ -180,7 +183,9 @@ def _modulated(norm: Node, modulates: Callable[[Node, Node, Node], bool]) -> Mat
         same = _passed(last)
         mine = same[-1] if same else last
         user = _sole_user(mine)
-        if user is None or user.kind not in ("mul", "add", "addcmul") or (factor and user.kind != "add"):
+        if user is None or user.kind not in ("mul", "add", "sub", "addcmul"):
+            break
+        if (factor and user.kind not in ("add", "sub")) or (user.kind == "sub" and mine is not user.inputs[0]):
             break
         others = [value for value in user.inputs if value is not mine]
         if len(others) != len(user.inputs) - 1 or (mine is not user.inputs[0] and user.inplace):

@@ -120,6 +120,17 @@ single_level: Any = private(
 # Without both, or without the keys below Autograd, a node cannot be recorded at one level of torch.func.
 RECORDS_LEVELS = _single is not None and single_level is not None
 Function: Any = _single if RECORDS_LEVELS else torch.autograd.Function
+"""What kgopt's nodes derive from."""
+
+_compiled_key: Any = private(
+    "torch.autograd.Function._compiled_autograd_key", None, "compiled autograd refuses the backward of kgopt's ops"
+)
+if RECORDS_LEVELS and _compiled_key is not None:
+
+    class _Node(_single):  # type: ignore[misc]
+        _compiled_autograd_key = staticmethod(_compiled_key)
+
+    Function = _Node
 
 
 def set_backward(node: Any, backward: Callable[..., Any]) -> None:

@@ -120,20 +120,15 @@ def _mean_backward() -> Target:
 
 def _scaled_softmax() -> Target:
     def draw(d: Draw) -> tuple[Tensors, Args]:
-        return {"x": d.tensor(any_shape(d, least=1))}, {
-            "scale": d.rng.choice([1.0, 0.05, 3.0, -0.5]),
-            "to": d.rng.choice(["bfloat16", "float16", ""]) if d.dtype == "float32" else "",
-        }
-
-    def to(case: Case) -> str:
-        return f"torch.{case['args']['to']}" if case["args"]["to"] else "x.dtype"
+        # Results of x's dtype: of a half one the bar would still be that of a float32 x.
+        return {"x": d.tensor(any_shape(d, least=1))}, {"scale": d.rng.choice([1.0, 0.05, 3.0, -0.5])}
 
     return Target(
         "scaled_softmax",
         2,
         draw,
-        lambda case: f"torch.ops.kgopt.scaled_softmax(x, {case['args']['scale']!r}, {to(case)})",
-        lambda case: f"torch.softmax(x * {case['args']['scale']!r}, -1).to({to(case)})",
+        lambda case: f"torch.ops.kgopt.scaled_softmax(x, {case['args']['scale']!r}, x.dtype)",
+        lambda case: f"torch.softmax(x * {case['args']['scale']!r}, -1)",
         ("op",),
         grads=(),  # by PyTorch's functions
     )
