@@ -214,8 +214,9 @@ class Sum(Behind):
             if given is not None:
                 return given if type(given) is not Waiting else given.later if given.is_plain else given.value()
             inside = passed_on(module)
-            if inside is not module and kind_of(type(inside)) is not None and _all_change_nothing(owner, between):
-                return _norm_later(inside, x)
+            kind = None if inside is module else kind_of(type(inside))
+            if kind is not None and _all_change_nothing(owner, between):
+                return _norm_later(inside, x, kind)
             if isinstance(inside, nn.Sequential) and not is_hooked(inside) and _all_change_nothing(owner, between):
                 return _last_later(inside, x)
         return plans.through(module, x)

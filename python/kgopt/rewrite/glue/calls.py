@@ -77,7 +77,8 @@ class Call:
         if self.kind == "upsampled":
             return kernels.upsampled_conv(option or self.options[0], self.x, *self.more, *self.argument[:3])
         if self.kind == "attention":
-            return kernels.attention(self.x, *self.more, self.argument[0])
+            key, value = self.more
+            return kernels.attention(self.x, key, value, self.argument[0])
         if self.kind == "cat":
             return kernels.cat_channels_last((self.x, *self.more), self.argument[0])
         if self.kind == "nearest":
