@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 
 import kgopt
 from kgopt.rewrite import sites
+from optimize_pairs import check, pair
 
 
 class Block(nn.Module):
@@ -163,26 +163,6 @@ def ran(monkeypatch):
     monkeypatch.setattr(sites.Site, "run_added", added)
     monkeypatch.setattr(sites.Site, "run_modulated", modulated)
     return found
-
-
-def pair(make):
-    torch.manual_seed(0)
-    original = make().double()
-    return kgopt.optimize(copy.deepcopy(original), measure=False), original
-
-
-def results(net):
-    torch.manual_seed(1)
-    x = torch.randn(2, 4, 5, 6).double().requires_grad_()
-    y = net(x)
-    return [y, *torch.autograd.grad(y.square().sum(), [x, *net.parameters()], allow_unused=True)]
-
-
-def check(net, original):
-    for ours, theirs in zip(results(net), results(original), strict=True):
-        assert (ours is None) is (theirs is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("make", NETS)

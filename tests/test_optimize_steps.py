@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import pickle
 
@@ -11,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import kgopt
 from kgopt.rewrite import sites
+from optimize_pairs import check, pair
 
 
 class Net(nn.Module):
@@ -226,26 +225,6 @@ def done(monkeypatch):
     monkeypatch.setattr(sites.Site, "run", recorded)
     monkeypatch.setattr(sites.Site, "run_modulated", recorded_modulated)
     return found
-
-
-def pair(make):
-    torch.manual_seed(0)
-    original = make().double()
-    return kgopt.optimize(copy.deepcopy(original), measure=False), original
-
-
-def results(net):
-    torch.manual_seed(1)
-    x = torch.randn(2, 4, 5, 6).double().requires_grad_()
-    y = net(x)
-    return [y, *torch.autograd.grad(y.square().sum(), [x, *net.parameters()], allow_unused=True)]
-
-
-def check(net, original):
-    for ours, theirs in zip(results(net), results(original), strict=True):
-        assert (ours is None) is (theirs is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("make", NETS)

@@ -86,7 +86,7 @@ def runner_of(module: nn.Module) -> Callable[[Any, Tensor], Tensor] | None:
 
 
 def _convolve(conv: Any, x: Tensor) -> Tensor:
-    """Of a call that :func:`_takes` lets through, with nobody looking on."""
+    """Of a call that :func:`takes` lets through, with nobody looking on."""
     parameters = conv._parameters
     weight, bias, device = parameters["weight"], parameters["bias"], x.device.type
     if is_any_autocast_enabled() and torch.is_autocast_enabled(device):

@@ -128,8 +128,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """``F.scaled_dot_product_attention(q, k, v, scale=scale)`` by matrix products, some queries at a time.
 
     q [N, H, L, E], k [N, H, S, E], v [N, H, S, V] on a CUDA device. PyTorch's fast kernels end at heads of 256
-    channels; beyond, its products run at a quarter of the rate of these. Scores are float32. They take as much memory
-    as the queries of ``_SCORES`` heads, at least 16 MiB.
+    channels; beyond, its products run at a quarter of the rate of these. Scores are float32. With the
+    weights made of them they take ``_SCORES`` times the memory of a head's queries, or 16 MiB where that is more.
     """
     (n, heads, length, _), keys, channels = q.shape, k.shape[2], v.shape[3]
     y = torch.empty((n, length, heads, channels), dtype=q.dtype, device=q.device).transpose(1, 2)
