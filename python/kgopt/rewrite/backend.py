@@ -19,16 +19,27 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from kgopt import _acts
 from kgopt._scale_shift import fits
-from kgopt.rewrite import convolutions, emit, functional_norms, originals, padded_graphs, policy, upsampled_graphs
+from kgopt.rewrite import (
+    convolutions,
+    emit,
+    functional_norms,
+    originals,
+    padded_graphs,
+    policy,
+    upsampled_graphs,
+    whole_graphs,
+)
 from kgopt.rewrite.captured import uses_autocast, value
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.contest import Contest, convolves
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
 from kgopt.rewrite.functional_norms import ChannelNorm
+from kgopt.rewrite.graphs import machine
 from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method
 from kgopt.rewrite.patterns import OTHER, Match, Node, match
+from kgopt.rewrite.replayed import Replayed
 from kgopt.rewrite.reporting import Report, SiteRow
-from kgopt.torch_private import compile_graph, schema_of
+from kgopt.torch_private import compile_graph, mode_options, schema_of
 
 _LOG = logging.getLogger("kgopt.rewrite")
 
@@ -87,19 +98,44 @@ def kgopt_backend(
         graph: what Dynamo captured.
         example_inputs: fake or real inputs of it.
         mode: as in ``torch.compile``.
-        options: Inductor's, and two of kgopt's. ``{"kgopt.always": True}`` takes its ops where
+        options: Inductor's, and three of kgopt's. ``{"kgopt.always": True}`` takes its ops where
             :mod:`~kgopt.rewrite.policy` would not (on the CPU). ``{"kgopt.recompute": True}``: in training the results
             of norms and their activations are not kept for the backward, which computes them again; those of sums
-            behind norms are.
+            behind norms are. ``{"kgopt.cuda_graph": "auto"}``: in inference without a ``mode`` the second call is
+            recorded as a CUDA graph, where its replay, with copies of arguments and results, is faster by the clock;
+            True: without asking the clock; False: never.
         kwargs: what else torch.compile hands to Inductor.
 
     Returns:
         The compiled function.
+
+    Raises:
+        ValueError: an option of kgopt's is none that it knows.
     """
     config = dict(options or {})
     always, recompute = (bool(config.pop(f"kgopt.{name}", False)) for name in ("always", "recompute"))
-    rewrite_graph(graph, always, recompute)
-    return compile_graph(graph, example_inputs, mode, config, **kwargs)
+    replays = config.pop("kgopt.cuda_graph", "auto")
+    if replays not in (True, False, "auto"):
+        raise ValueError(f'option kgopt.cuda_graph is {replays!r}, expected True, False or "auto"')
+    replays = replays if not mode and _may_be_replayed(graph.graph) else False
+    rewrite = functools.partial(rewrite_graph, always=always, recompute=recompute)
+    reason = "" if always else whole_graphs.lost(graph, rewrite, mode_options(mode) | config, recompute)
+    if reason:
+        global last_report
+        last_report = Report(clock=reason, slower=True)
+        _LOG.info("%s", last_report)
+    else:
+        rewrite(graph)
+    compiled = compile_graph(graph, example_inputs, mode, config, **kwargs)
+    return Replayed(compiled, replays is True) if replays else compiled
+
+
+def _may_be_replayed(graph: fx.Graph) -> bool:
+    """Whether it is inference on a GPU, and writes to nothing."""
+    kinds = whole_graphs.kinds_of(graph)
+    if not kinds or not machine.MACHINE.takes(kinds[0]) or any(map(_may_write, graph.nodes)):
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in kinds))
 
 
 def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute: bool = False) -> Report:
@@ -126,7 +162,7 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute:
         report.sites.append(row)
     moved = formats.write(graph_module)
     report.glue = "; ".join([*glue, *([moved] if moved else [])])
-    if is_changed or report.glue or any(row.became for row in report.sites):
+    if is_changed or report.changes:
         graph.lint()
         graph_module.recompile()
     last_report = report

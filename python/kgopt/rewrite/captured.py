@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,3 +42,19 @@ def stand_in(t: Tensor, device: Any, channels_last: bool = False) -> Tensor:
 def uses_autocast(graph: fx.Graph) -> bool:
     """Whether it begins or ends autocast somewhere inside."""
     return any("autocast" in str(node.target) for node in graph.nodes)
+
+
+def name_of(node: fx.Node) -> str:
+    """Of the function or the method that it calls."""
+    return str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
+
+
+def text_of(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> str:
+    """Equal for equal graphs, whatever their nodes are called."""
+    names = {node: f"%{i}" for i, node in enumerate([*inputs, *nodes])}
+    lines = [
+        f"{names[node]} = {node.op} {getattr(node.target, '__module__', '')} {name_of(node)} "
+        f"{fx.map_arg((node.args, dict(node.kwargs)), names.__getitem__)}"  # type: ignore[arg-type]
+        for node in nodes
+    ]
+    return "\n".join([*lines, " ".join(names[node] for node in outputs)])

@@ -127,13 +127,18 @@ def _nothing() -> None:
 
 @contextlib.contextmanager
 def among_others(alone: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
-    """Other processes use the GPU; ``alone`` keeps them off while :func:`busy_both` measures."""
+    """Other processes use the GPU; ``alone`` keeps them off while a compiler's callback measures."""
     global _alone
     before, _alone = _alone, alone
     try:
         yield
     finally:
         _alone = before
+
+
+def alone() -> contextlib.AbstractContextManager[Any]:
+    """For what is timed by the clock in the midst of compiling."""
+    return _alone()
 
 
 def busy_both(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:

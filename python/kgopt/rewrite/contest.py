@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from kgopt.rewrite import clocks, measuring, verdicts
-from kgopt.rewrite.captured import may_measure, stand_in, value
+from kgopt.rewrite.captured import may_measure, name_of, stand_in, text_of, value
 from kgopt.torch_private import compile_graph, compiler_settings, outside_of_tracing
 
 SECONDS = 60.0  # for all sites of a graph
@@ -40,10 +40,6 @@ _NAMES = frozenset((*_ARITHMETIC, *_ACTIVATIONS, *_CASTS))
 _CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "convolution")
 
 
-def _name(node: fx.Node) -> str:
-    return str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
-
-
 def is_elementwise(node: Any, like: Tensor) -> bool:
     """One that a kernel of the norm may compute on the way: of the norm's size, with no effect of its own."""
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
@@ -51,12 +47,12 @@ def is_elementwise(node: Any, like: Tensor) -> bool:
     made = value(node)
     if not isinstance(made, Tensor) or made.shape != like.shape or not made.is_floating_point():
         return False
-    return _name(node) in _NAMES and not node.kwargs.get("inplace") and "out" not in node.kwargs
+    return name_of(node) in _NAMES and not node.kwargs.get("inplace") and "out" not in node.kwargs
 
 
 def convolves(graph: fx.Graph) -> bool:
     """Whether it has convolutions of images: on a GPU Inductor runs them, and what is between, in channels_last."""
-    return any(_name(node) in _CONVOLUTIONS and _dims(node) != 5 for node in graph.nodes)
+    return any(name_of(node) in _CONVOLUTIONS and _dims(node) != 5 for node in graph.nodes)
 
 
 def _dims(node: fx.Node) -> int:
@@ -108,13 +104,7 @@ class Region:
     @property
     def text(self) -> str:
         """Equal for equal regions, whatever their nodes are called."""
-        names = {node: f"%{i}" for i, node in enumerate([*self.inputs, *self.nodes])}
-        lines = [
-            f"{names[node]} = {node.op} {getattr(node.target, '__module__', '')} {_name(node)} "
-            f"{fx.map_arg((node.args, dict(node.kwargs)), names.__getitem__)}"  # type: ignore[arg-type]
-            for node in self.nodes
-        ]
-        return "\n".join([*lines, " ".join(names[node] for node in self.outputs)])
+        return text_of(self.inputs, self.nodes, self.outputs)
 
 
 class Contest:

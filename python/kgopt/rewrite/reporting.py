@@ -47,6 +47,11 @@ class Report:
     graph: str = ""  # the CUDA graphs that stand for calls of the model, or why there are none; "": nobody asked
 
     @property
+    def changes(self) -> bool:
+        """Whether anything became of it."""
+        return bool(self.glue) or any(row.became for row in self.sites)
+
+    @property
     def fused(self) -> list[SiteRow]:
         """Rows whose chain is more than a norm and runs as one."""
         return [row for row in self.sites if row.became and "→" in row.kind]

@@ -20,6 +20,8 @@ from kgopt.torch_private.compilers import (
     inductor_cache_dir,
     inductor_lowering,
     inductor_patterns,
+    is_of_module,
+    mode_options,
     outside_of_tracing,
     register_backend,
 )

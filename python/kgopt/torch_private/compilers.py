@@ -28,10 +28,21 @@ def compile_graph(
     found = _inductor()
     if found is None:  # torch.compile takes one of them
         return torch.compile(graph, mode=None if options else mode, options=dict(options) or None)
-    compile_fx, list_mode_options = found
-    config = {**(list_mode_options(mode) if mode else {}), **options}
+    compile_fx, _ = found
+    config = {**mode_options(mode), **options}
     compiled: Callable[..., Any] = compile_fx(graph, list(example_inputs), config_patches=config or None, **more)
     return compiled
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Inductor's settings that a mode of torch.compile stands for."""
+    found = _inductor()
+    return {} if found is None or not mode else dict(found[1](mode))
+
+
+def is_of_module(t: Any) -> bool:
+    """Whether an input of a captured graph is a parameter, or a buffer as far as Dynamo says so."""
+    return isinstance(t, torch.nn.Parameter) or getattr(t, "_dynamo_static_input_type", None) is not None
 
 
 _aot_eager = when_needed(("torch._dynamo.backends.debugging.aot_eager",), "the graph runs as it is")

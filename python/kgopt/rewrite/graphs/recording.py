@@ -71,9 +71,9 @@ class Call:
 class Recording:
     """One kind of call."""
 
-    def __init__(self, replay: Callable[[], None], call: Call, outputs: Any, given: dict[int, int]) -> None:
+    def __init__(self, replay: Callable[[], None], inputs: list[Tensor], outputs: Any, given: dict[int, int]) -> None:
         self.replay = replay
-        self.inputs = call.tensors
+        self.inputs = inputs
         self.outputs = outputs
         self.given = given  # of outputs that are inputs, by id: which
         shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in self.inputs)
@@ -156,22 +156,22 @@ def recorded(call: Call, tensors: list[Tensor], lane: Any, stamp: Stamp, expecte
     replay, outputs = lane.record(call.run)
     if not stamp.holds(call.root):
         raise ChangesError
-    found = Recording(replay, call, outputs, _given(outputs, call, stamp))
-    if not _agree(expected, found.run(lane, tensors)):
+    found = Recording(replay, call.tensors, outputs, given_of(outputs, call.tensors, stamp.tensors))
+    if not agree(expected, found.run(lane, tensors)):
         raise RefusedError("a replay gives another result than the call")
     return found
 
 
-def _given(outputs: Any, call: Call, stamp: Stamp) -> dict[int, int]:
-    """Of results that are arguments, by id: which of them.
+def given_of(outputs: Any, tensors: list[Tensor], held: list[Tensor]) -> dict[int, int]:
+    """Of results that are arguments, by id: which of them; ``held``: the model's own tensors.
 
     Raises:
         RefusedError: a result that cannot be copied without a difference.
     """
-    places = {t.untyped_storage().data_ptr() for t in (*call.tensors, *stamp.tensors)}
+    places = {t.untyped_storage().data_ptr() for t in (*tensors, *held)}
     given = {}
     for t in leaves(outputs):
-        at = next((i for i, own in enumerate(call.tensors) if own is t), None)
+        at = next((i for i, own in enumerate(tensors) if own is t), None)
         if at is not None:
             given[id(t)] = at
         elif type(t) is not Tensor or not machine.MACHINE.takes(t) or t.requires_grad or t.is_conj() or t.is_neg():
@@ -183,7 +183,7 @@ def _given(outputs: Any, call: Call, stamp: Stamp) -> dict[int, int]:
     return given
 
 
-def _agree(expected: Any, result: Any) -> bool:
+def agree(expected: Any, result: Any) -> bool:
     """Whether results are equal up to what kernels that sum in another order make of them."""
     pairs = list(zip(leaves(expected), leaves(result), strict=False))
     for a, b in pairs:

@@ -1,0 +1,105 @@
+"""Compiled functions that wait for the host, replayed as CUDA graphs.
+
+The results of a replay are copies: unlike those of ``mode="reduce-overhead"`` they are never overwritten. Parameters
+and buffers are read where they are, so what is written to them is seen; other arguments are copied into the recording.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kgopt.rewrite.graphs import machine
+from kgopt.rewrite.graphs.calls import GAIN, RENEWALS
+from kgopt.rewrite.graphs.effects import random_states
+from kgopt.rewrite.graphs.keys import RefusedError, like
+from kgopt.rewrite.graphs.recording import Recording, agree, given_of
+from kgopt.torch_private import is_of_module
+
+
+class Replayed:
+    """A compiled function with no effect but its result, for arguments of sizes that do not change.
+
+    Its second call is recorded, where that is faster by the clock.
+    """
+
+    def __init__(self, run: Callable[..., Any], always: bool) -> None:
+        """``always``: without asking the clock."""
+        self.run = run
+        self.always = always
+        self.lock = threading.Lock()  # who does not get it takes the plain path
+        self.lane: Any = None
+        self.recording: Recording | None = None
+        self.moving: list[int] = []  # arguments that are copied
+        self.held: list[int] = []  # the others
+        self.places: list[int] = []  # where those are
+        self.recorded = self.calls = 0
+        self.why = ""  # nothing is recorded any more
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The function's results."""
+        self.calls += 1
+        if self.why or self.calls < 2 or machine.MACHINE.is_recording() or not self.lock.acquire(blocking=False):
+            return self.run(*inputs)
+        try:
+            if self.recording is None or [inputs[i].data_ptr() for i in self.held] != self.places:
+                self._renew(inputs)
+            if self.recording is not None:
+                return self._replay(inputs)
+        finally:
+            self.lock.release()
+        return self.run(*inputs)
+
+    def _replay(self, inputs: Sequence[Any]) -> Any:
+        assert self.recording is not None
+        return self.recording.run(self.lane, [inputs[i] for i in self.moving])
+
+    def _renew(self, inputs: Sequence[Any]) -> None:
+        """Records a call on these inputs, or notes why not."""
+        if self.lane is not None:
+            self.lane.settle()
+        self.recording = None
+        self.recorded += 1
+        if self.recorded > RENEWALS:
+            self.why = f"what its modules hold was replaced {RENEWALS} times"
+            return
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._record(inputs)
+        except RefusedError as reason:
+            self.why = str(reason)
+        except Exception as error:  # the plain call that follows raises it if it must
+            self.why = f"recording fails: {(str(error) or repr(error)).splitlines()[0]}"
+        if self.why:
+            self.recording = self.lane = None
+
+    def _record(self, inputs: Sequence[Any]) -> None:
+        self.held = [i for i, t in enumerate(inputs) if is_of_module(t)]
+        self.moving = [i for i in range(len(inputs)) if i not in self.held]
+        self.places = [inputs[i].data_ptr() for i in self.held]
+        if not self.moving:
+            raise RefusedError("no argument but what modules hold")
+        device = inputs[0].device
+        if not self.always and machine.MACHINE.is_busy(lambda: self.run(*inputs), device):
+            raise RefusedError("its launches are over long before its work is")
+        own = [like(t) if i in self.moving else t for i, t in enumerate(inputs)]
+        if self.lane is None:
+            self.lane = machine.MACHINE.lane(device)
+        with self.lane.aside():
+            drawn = random_states(device)
+            expected = self.run(*own)
+            if random_states(device) != drawn:
+                raise RefusedError("it draws random numbers")
+        replay, outputs = self.lane.record(lambda: self.run(*own))
+        copied = [own[i] for i in self.moving]
+        self.recording = Recording(replay, copied, outputs, given_of(outputs, copied, [own[i] for i in self.held]))
+        if not agree(expected, self._replay(inputs)):
+            raise RefusedError("a replay gives another result than the call")
+        if self.always:
+            return
+        before, after = machine.MACHINE.seconds(lambda: self.run(*inputs), lambda: self(*inputs), device)
+        if after >= GAIN * before:
+            raise RefusedError("it is not faster")

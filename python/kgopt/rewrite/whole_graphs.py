@@ -1,0 +1,154 @@
+"""Whether a captured graph runs with kgopt's ops at all, or as it came: both are compiled and timed as a whole.
+
+A site's own measurement (:mod:`~kgopt.rewrite.contest`) knows the elementwise functions around it. Inductor may do more
+with a norm that it computes itself: write the normalized values straight into what upsamples, pads, joins or reduces
+them; and each call of an op costs the host more than the launch of a kernel. So the graph is compiled as it came,
+too, and where it is faster by the clock it stays so. That takes about the time of a second compilation, once: the
+verdict lies beside Inductor's cache, and the compiled code of the winner in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from kgopt.rewrite import clocks, measuring, verdicts
+from kgopt.rewrite.captured import may_measure, stand_in, text_of, value
+from kgopt.rewrite.reporting import Report
+from kgopt.torch_private import compile_graph, compiler_settings, outside_of_tracing
+
+SECONDS = 60.0  # of one compilation, after which the other is not begun
+SLACK = 1.03  # kgopt's may take so much longer: clocks differ by that, and in training it keeps less
+_GRAPHS = "triton.cudagraphs"  # Inductor's setting
+# Whose functions are called twice without harm. Those of others may do what nobody knows of.
+_KNOWN = ("aten", "prims", "kgopt", "torch", "_operator", "operator", "math", "builtins")
+
+
+def lost(
+    graph_module: fx.GraphModule, rewrite: Callable[[fx.GraphModule], Report], options: Mapping[str, Any], *more: Any
+) -> str:
+    """Why the graph stays as it came; "": with kgopt's ops it is no slower, or nothing is known.
+
+    Args:
+        graph_module: as it came; it is left alone.
+        rewrite: puts kgopt's ops into such a graph.
+        options: Inductor's, with which it will be compiled.
+        more: what else decides what ``rewrite`` does.
+    """
+    graph = graph_module.graph
+    kinds = kinds_of(graph)
+    if not kinds or not may_measure(kinds[0].device):
+        return ""
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in kinds)
+    kinds = kinds if grad else [t.detach() for t in kinds]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    text = text_of(inputs, [n for n in graph.nodes if n.op.startswith("call")], output.all_input_nodes)
+    key = verdicts.key_of("graph", kinds[0].device, text, kinds, grad, sorted(map(str, options.items())), more)
+
+    def measure() -> list[float] | None:
+        made = fx.GraphModule(graph_module, copy.deepcopy(graph))
+        if not rewrite(made).changes:
+            return None
+        # Whatever the compiler raises: nothing is known then.
+        with contextlib.suppress(Exception), measuring.own_saved_tensors():
+            return _measure(graph_module, made, kinds, grad, options)
+        return None
+
+    found, _ = verdicts.of_graphs().settle(key, measure)
+    if found is None or found[1] <= SLACK * found[0]:
+        return ""
+    before, after = (1e6 * seconds for seconds in found)
+    return f"{before:.0f} us as it came, {after:.0f} us with kgopt"
+
+
+def kinds_of(graph: fx.Graph) -> list[Tensor]:
+    """What a graph's inputs are like, if it may be called twice: all of known sizes, on one device. Else nothing."""
+    kinds = [value(node) for node in graph.nodes if node.op == "placeholder"]
+    if not all(map(_is_known, kinds)) or not all(map(_is_repeatable, graph.nodes)):
+        return []
+    return kinds if len({t.device for t in kinds}) == 1 else []
+
+
+def _is_known(t: Any) -> bool:
+    if not isinstance(t, Tensor) or t.layout is not torch.strided or t.is_complex():
+        return False
+    return all(type(s) is int for s in (*t.shape, *t.stride()))
+
+
+def _is_repeatable(node: fx.Node) -> bool:
+    """Whether a call leaves nothing behind but its result and what it writes to its tensors."""
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output", "call_method")
+    module = str(getattr(node.target, "__module__", ""))
+    if module.startswith("torch.distributed"):
+        return False
+    return module.removeprefix("torch._ops.").split(".")[0] in _KNOWN
+
+
+def _measure(
+    came: fx.GraphModule,
+    made: fx.GraphModule,
+    kinds: list[Tensor],
+    grad: bool,
+    options: Mapping[str, Any],
+) -> list[float] | None:
+    device = kinds[0].device
+    # Replayed as a CUDA graph, the work counts alone, and tensors of a measurement are no part of it.
+    is_replayed = bool(options.get(_GRAPHS))
+    config = {**options, _GRAPHS: False} if is_replayed else options
+    steps: list[Callable[[], Any]] = []
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    # A backward that is lowered at its first call would write into the records of the compilation under way.
+    with outside_of_tracing() as is_outside, compiler_settings(force_non_lazy_backward_lowering=True):
+        if not is_outside:
+            return None
+        try:
+            with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(grad):
+                for module in (made, came):
+                    start = time.monotonic()
+                    steps.append(_step(module, kinds, grad, config))
+                    steps[-1]()
+                    if time.monotonic() - start > SECONDS:
+                        return None
+                if is_replayed:
+                    after, before = clocks.busy_both(steps[0], steps[1], device)
+                else:
+                    with clocks.alone():
+                        after, before = clocks.clock_both(steps[0], steps[1], device)
+                return [before, after]
+        finally:
+            if state is not None:
+                torch.cuda.set_rng_state(state, device)
+
+
+def _step(module: fx.GraphModule, kinds: list[Tensor], grad: bool, options: Mapping[str, Any]) -> Callable[[], Any]:
+    """A call of it, with its backward where a gradient is needed, on tensors of their kinds."""
+    graph = copy.deepcopy(module.graph)
+    for node in graph.nodes:
+        # The rest is of fake tensors of another graph.
+        node.meta = {k: v for k, v in node.meta.items() if k == "recompute"}
+    inputs = [_stand_in(t).requires_grad_(grad and t.requires_grad) for t in kinds]
+    wanted = [t for t in inputs if t.requires_grad]
+    run = compile_graph(fx.GraphModule(module, graph), inputs, None, options)
+
+    def step() -> None:
+        made = run(*inputs)
+        outputs = [y for y in made if isinstance(y, Tensor) and y.requires_grad] if wanted else []
+        if outputs:
+            torch.autograd.grad(outputs, wanted, [torch.ones_like(y) for y in outputs], allow_unused=True)
+
+    return step
+
+
+def _stand_in(t: Tensor) -> Tensor:
+    """Numbers that may be indices are 0."""
+    if t.is_floating_point():
+        return stand_in(t, t.device)
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).zero_()

@@ -1,0 +1,173 @@
+"""Captured graphs that stay as they came, which is faster as a whole (rewrite/whole_graphs.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kgopt.rewrite import backend, clocks, policy, verdicts, whole_graphs
+from kgopt.torch_private import compile_graph
+
+NORM = torch.ops.kgopt.group_norm.default
+
+
+def net():
+    """A norm between convolutions: nothing elementwise is left around it."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 3, 3))
+
+
+class Seen:
+    """What was timed, and the graphs that ran in the end."""
+
+    def __init__(self):
+        self.timed = []
+        self.times = (1.0, 1.0)  # with kgopt, as it came
+        self.calls = []
+
+    def clock_both(self, first, second, device):
+        first()
+        second()
+        self.timed.append("clock")
+        return self.times
+
+    def busy_both(self, first, second, device):
+        self.clock_both(first, second, device)
+        self.timed[-1] = "busy"
+        return self.times
+
+    def compile(self, graph, inputs, mode, options, **more):
+        self.calls = [node.target for node in graph.graph.nodes]
+        return graph
+
+
+@pytest.fixture
+def seen(monkeypatch, tmp_path):
+    """The processor counts as a GPU, and graphs run as they stand; Inductor has a test of its own."""
+    found = Seen()
+    monkeypatch.setattr(clocks, "clock_both", found.clock_both)
+    monkeypatch.setattr(clocks, "busy_both", found.busy_both)
+    monkeypatch.setattr(policy, "default", lambda device: True)
+    monkeypatch.setattr(whole_graphs, "may_measure", lambda device: True)
+    monkeypatch.setattr(verdicts, "inductor_cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(verdicts, "compiled", verdicts.Store())
+    monkeypatch.setattr(whole_graphs, "compile_graph", lambda graph, *_: graph)
+    monkeypatch.setattr(backend, "compile_graph", found.compile)
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("times", "ours"), [((2.0, 1.0), False), ((1.0, 2.0), True), ((1.02, 1.0), True)])
+def test_the_faster_graph_runs(seen, times, ours, grad):
+    seen.times = times
+    model, x = net(), torch.randn(2, 3, 8, 7)
+    with torch.set_grad_enabled(grad):
+        y = torch.compile(model, backend="kgopt")(x)
+    torch.testing.assert_close(y, model(x), rtol=1e-4, atol=1e-4)
+    assert (NORM in seen.calls) == ours
+    assert seen.timed == ["clock"]
+    assert ours or "as it came" in str(backend.last_report)
+    assert not grad or all(p.grad is None for p in model.parameters())
+
+
+def test_an_equal_graph_is_not_timed_again(seen, monkeypatch):
+    seen.times = (2.0, 1.0)
+    x = torch.randn(2, 3, 8, 7)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.compile(net(), backend="kgopt")(x)
+        torch._dynamo.reset()
+        monkeypatch.setattr(verdicts, "compiled", verdicts.Store())  # as another process
+        assert NORM not in seen.calls
+    assert len(seen.timed) == 1
+    with torch.no_grad():
+        torch.compile(net(), backend="kgopt")(torch.randn(2, 3, 9, 7))
+    assert len(seen.timed) == 2
+
+
+def test_work_alone_counts_where_launches_are_replayed(seen):
+    with torch.no_grad():
+        torch.compile(net(), backend="kgopt", mode="reduce-overhead")(torch.randn(2, 3, 8, 7))
+    assert seen.timed == ["busy"]
+
+
+def test_a_graph_without_norms_is_not_timed(seen):
+    with torch.no_grad():
+        torch.compile(nn.Conv2d(3, 8, 3), backend="kgopt")(torch.randn(2, 3, 8, 7))
+    assert seen.timed == []
+
+
+def test_sizes_that_may_change_are_not_timed(seen):
+    x = torch.randn(2, 3, 8, 7)
+    torch._dynamo.mark_dynamic(x, 2)
+    with torch.no_grad():
+        torch.compile(net(), backend="kgopt")(x)
+    assert seen.timed == []
+    assert NORM in seen.calls
+
+
+def test_functions_of_others_are_called_once(seen):
+    called = []
+
+    @torch.library.custom_op("kgopt_test_whole::noted", mutates_args=())
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        called.append(1)
+        return x.clone()
+
+    noted.register_fake(torch.empty_like)
+    model = net()
+    with torch.no_grad():
+        torch.compile(lambda x: noted(model(x)), backend="kgopt")(torch.randn(2, 3, 8, 7))
+    assert called == [1]
+    assert seen.timed == []
+
+
+def test_random_numbers_and_buffers_stay_as_they_were(seen):
+    model = nn.Sequential(net(), nn.BatchNorm2d(3), nn.Dropout(0.5))
+    before = [b.clone() for b in model.buffers()]
+    state, at_measure = torch.get_rng_state(), []
+    seen.compile = lambda graph, *_, **__: lambda *inputs: at_measure.append(torch.get_rng_state()) or graph(*inputs)
+    backend.compile_graph = seen.compile  # the fixture's patch puts the first one back
+    torch.compile(model, backend="kgopt")(torch.randn(2, 3, 8, 7, generator=torch.Generator().manual_seed(1)))
+    assert seen.timed == ["clock"]
+    torch.testing.assert_close(at_measure[0], state)
+    assert int(model[1].num_batches_tracked) == 1
+    assert not torch.equal(model[1].running_mean, before[0])
+
+
+def test_a_compilation_that_fails_leaves_kgopts_ops(seen, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(whole_graphs, "compile_graph", fails)
+    with torch.no_grad():
+        torch.compile(net(), backend="kgopt")(torch.randn(2, 3, 8, 7))
+    assert NORM in seen.calls
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_inductor_compiles_both(seen, monkeypatch, grad):
+    graphs = []
+
+    def compiled(graph, inputs, mode, options):
+        graphs.append([node.target for node in graph.graph.nodes])
+        return compile_graph(graph, inputs, mode, options)
+
+    monkeypatch.setattr(whole_graphs, "compile_graph", compiled)
+    with torch.set_grad_enabled(grad):
+        torch.compile(net(), backend="kgopt")(torch.randn(2, 3, 8, 7))
+    assert [NORM in graph for graph in graphs] == [True, False]
+    assert seen.timed == ["clock"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+def test_on_a_gpu(training):
+    """Measured for real; whichever is taken computes the same."""
+    torch._dynamo.reset()
+    model, x = net().cuda(), torch.randn(4, 3, 64, 64, device="cuda")
+    with torch.set_grad_enabled(training):
+        y, expected = torch.compile(model, backend="kgopt")(x), model(x)
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)
