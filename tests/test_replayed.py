@@ -7,11 +7,11 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from test_graphs import Fake
 from torch import nn
 
 from kgopt.rewrite import backend
 from kgopt.rewrite.graphs import machine
+from test_graphs import Fake
 
 
 @pytest.fixture
@@ -79,6 +79,11 @@ def test_weights_that_never_stay_end_it(fake):
     [
         pytest.param(lambda x: F.dropout(x, 0.5), id="random numbers"),
         pytest.param(lambda x: x.mul_(2), id="writes to its argument"),
+        pytest.param(lambda x: F.relu(x[1:].view(-1), inplace=True) + 1, id="writes to a view of it"),
+        pytest.param(lambda x: F.leaky_relu(x, 0.2, True) + 1, id="says so by position"),
+        pytest.param(
+            lambda x: F.batch_norm(x, x.new_zeros(4), x[0], training=True), id="moves an argument's statistics along"
+        ),
         pytest.param(lambda x: (x + 1, x.view(-1)), id="gives its argument's memory"),
     ],
 )
@@ -93,6 +98,23 @@ def test_what_a_replay_would_not_do(fake, function):
     assert fake.replayed == before
     if isinstance(y, tuple):
         assert y[1].data_ptr() == x.data_ptr()
+
+
+@torch.no_grad()
+def test_what_a_call_made_may_be_written_to(fake):
+    """Activations in place, sums in place, writing into a part: of what the call computed."""
+
+    def function(x):
+        h = F.silu(F.group_norm(x, 2), inplace=True)
+        h += x
+        h[:, 0].mul_(2)
+        return F.relu_(h.view(-1))
+
+    run = compiled(function)
+    for _ in range(4):
+        x = torch.randn(2, 4, 3, 3)
+        torch.testing.assert_close(run(x), function(x))
+    assert fake.recorded == 1
 
 
 @torch.no_grad()
@@ -124,6 +146,24 @@ def test_the_clock_decides_unless_told(fake, option, replays):
     before = fake.replayed
     run(torch.randn(2, 3, 8, 7))
     assert (fake.replayed > before) == replays
+
+
+@torch.no_grad()
+def test_a_replay_is_timed_against_the_call(fake):
+    replays = []
+
+    def seconds(first, second, device):
+        for function in (first, second):
+            before = fake.replayed
+            function()
+            replays.append(fake.replayed - before)
+        return 2.0, 1.0
+
+    fake.seconds = seconds
+    run = compiled(net())
+    for _ in range(3):
+        run(torch.randn(2, 3, 8, 7))
+    assert replays == [0, 1]
 
 
 @torch.no_grad()

@@ -39,7 +39,8 @@ from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method
 from kgopt.rewrite.patterns import OTHER, Match, Node, match
 from kgopt.rewrite.replayed import Replayed
 from kgopt.rewrite.reporting import Report, SiteRow
-from kgopt.torch_private import compile_graph, mode_options, schema_of
+from kgopt.rewrite.writes import may_write, writes_to_inputs
+from kgopt.torch_private import compile_graph, mode_options
 
 _LOG = logging.getLogger("kgopt.rewrite")
 
@@ -53,7 +54,6 @@ _CONVS: dict[Any, str] = {
     torch.conv_transpose3d: "conv_transpose3d",
     F.conv_transpose3d: "conv_transpose3d",
 }
-_OVERLOAD = type(torch.ops.aten.relu.default)
 _CONVS = {f: name for f, name in _CONVS.items() if originals.is_torchs(f)}
 _NORMS = {f: n for f, n in ((F.group_norm, "group"), (F.instance_norm, "instance")) if originals.is_torchs(f)}
 _PRODUCTS = {f: f is operator.imul for f in (operator.mul, operator.imul, torch.mul) if originals.is_torchs(f)}
@@ -131,9 +131,9 @@ def kgopt_backend(
 
 
 def _may_be_replayed(graph: fx.Graph) -> bool:
-    """Whether it is inference on a GPU, and writes to nothing."""
+    """Whether it is inference on a GPU, and writes to nothing that it was given."""
     kinds = whole_graphs.kinds_of(graph)
-    if not kinds or not machine.MACHINE.takes(kinds[0]) or any(map(_may_write, graph.nodes)):
+    if not kinds or not machine.MACHINE.takes(kinds[0]) or writes_to_inputs(graph):
         return False
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in kinds))
 
@@ -144,10 +144,10 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute:
     graph = graph_module.graph
     report, glue = Report(), []
     is_changed = _join_silu(graph)
-    padded = padded_graphs.fold(graph_module, _may_write)
+    padded = padded_graphs.fold(graph_module, may_write)
     if padded:
         glue.append(f"padding by the convolutions behind it: {', '.join(padded)}")
-    folded = upsampled_graphs.fold(graph_module, _may_write, always)
+    folded = upsampled_graphs.fold(graph_module, may_write, always)
     if folded:
         glue.append(f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}")
     formats = convolutions.find(graph_module)
@@ -188,7 +188,7 @@ def _join_silu(graph: fx.Graph) -> bool:
             if not isinstance(given, Tensor) or not given.is_floating_point():  # which is SiLU's alone
                 continue
             between = gate.next
-            while between is not node and not _may_write(between):
+            while between is not node and not may_write(between):
                 between = between.next
             if between is node:
                 with graph.inserting_before(node):
@@ -497,7 +497,7 @@ class _Writer:
         inside = {*self.others, *(n.origin for n in self.found.nodes)}
         node = self.first.next
         while node is not self.last and self.first is not self.last:
-            if node not in inside and _may_write(node):
+            if node not in inside and may_write(node):
                 return f"{node.name} runs in between and may change what it reads"
             node = node.next
         return ""
@@ -602,21 +602,3 @@ def _is_onevalue(x: Tensor, groups: int) -> bool:
     """PyTorch refuses this, and says how. Sizes that are not known are more than one."""
     spatial = [s for s in x.shape[2:] if not (type(s) is int and s == 1)]
     return not spatial and x.shape[1] == groups
-
-
-def _may_write(node: fx.Node) -> bool:
-    """Whether a node may change a tensor, or the state under which later ones run."""
-    if node.op in ("placeholder", "get_attr", "output"):
-        return False
-    if node.op != "call_function" and node.op != "call_method":
-        return True
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    if node.target is operator.setitem or "out" in node.kwargs or node.kwargs.get("inplace"):
-        return True
-    if node.op == "call_function" and getattr(node.target, "__module__", "") in ("_operator", "operator"):
-        return str(name).startswith("i") and str(name) not in ("inv", "invert", "index", "indexOf", "is_", "is_not")
-    if isinstance(node.target, _OVERLOAD):
-        return bool(schema_of(node.target).is_mutable)
-    if any(word in str(name) for word in ("autocast", "set_grad_enabled", "enter", "exit", "functorch")):
-        return True
-    return str(name).endswith("_") or getattr(node.target, "namespace", "") == "higher_order"

@@ -37,6 +37,7 @@ _ACTIVATIONS = (
 )
 _CASTS = ("float", "half", "bfloat16", "double", "to", "type", "type_as")
 _NAMES = frozenset((*_ARITHMETIC, *_ACTIVATIONS, *_CASTS))
+COMPUTED = frozenset((*_ARITHMETIC, *_ACTIVATIONS))  # unless in place, what they give is no view
 _CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "convolution")
 
 

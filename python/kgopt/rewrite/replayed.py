@@ -45,13 +45,16 @@ class Replayed:
         if self.why or self.calls < 2 or machine.MACHINE.is_recording() or not self.lock.acquire(blocking=False):
             return self.run(*inputs)
         try:
-            if self.recording is None or [inputs[i].data_ptr() for i in self.held] != self.places:
+            if self.recording is None or not self._holds(inputs):
                 self._renew(inputs)
             if self.recording is not None:
                 return self._replay(inputs)
         finally:
             self.lock.release()
         return self.run(*inputs)
+
+    def _holds(self, inputs: Sequence[Any]) -> bool:
+        return [inputs[i].data_ptr() for i in self.held] == self.places
 
     def _replay(self, inputs: Sequence[Any]) -> Any:
         assert self.recording is not None
@@ -100,6 +103,10 @@ class Replayed:
             raise RefusedError("a replay gives another result than the call")
         if self.always:
             return
-        before, after = machine.MACHINE.seconds(lambda: self.run(*inputs), lambda: self(*inputs), device)
+
+        def replayed() -> Any:
+            return self._holds(inputs) and self._replay(inputs)
+
+        before, after = machine.MACHINE.seconds(lambda: self.run(*inputs), replayed, device)
         if after >= GAIN * before:
             raise RefusedError("it is not faster")

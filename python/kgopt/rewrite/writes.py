@@ -1,0 +1,89 @@
+"""What the nodes of a captured graph write to."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from kgopt.rewrite.captured import name_of
+from kgopt.rewrite.contest import COMPUTED
+from kgopt.torch_private import schema_of
+
+_OVERLOAD = type(torch.ops.aten.relu.default)
+_STATE = ("autocast", "set_grad_enabled", "enter", "exit", "functorch")
+# Functions whose result is a tensor of its own, if not in place. Of others it may be a view of what they are given.
+_FRESH = COMPUTED | frozenset(
+    (
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        *("group_norm", "instance_norm", "batch_norm", "layer_norm", "rms_norm", "linear", "matmul", "bmm", "mm"),
+        *("cat", "stack", "interpolate", "clone", "softmax", "scaled_dot_product_attention"),
+        *("max_pool2d", "max_pool3d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
+    )
+)
+
+
+def may_write(node: fx.Node) -> bool:
+    """Whether a node may change a tensor, or the state under which later ones run."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    if node.op != "call_function" and node.op != "call_method":
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    if node.target is operator.setitem or "out" in node.kwargs or _is_in_place(node):
+        return True
+    if node.op == "call_function" and getattr(node.target, "__module__", "") in ("_operator", "operator"):
+        return str(name).startswith("i") and str(name) not in ("inv", "invert", "index", "indexOf", "is_", "is_not")
+    if isinstance(node.target, _OVERLOAD):
+        return bool(schema_of(node.target).is_mutable)
+    if any(word in str(name) for word in _STATE):
+        return True
+    return str(name).endswith("_") or getattr(node.target, "namespace", "") == "higher_order"
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    if "inplace" in node.kwargs:
+        return node.kwargs["inplace"] is not False
+    code = getattr(node.target, "__code__", None)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    at = names.index("inplace") if "inplace" in names else len(node.args)
+    return at < len(node.args) and node.args[at] is not False
+
+
+def writes_to_inputs(graph: fx.Graph) -> bool:
+    """Whether it may change an argument, or the state under which later nodes run, for whoever called it."""
+    own: dict[fx.Node, bool] = {}  # whether nobody else holds its memory
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            own[node] = False
+            continue
+        written = _written(node) if may_write(node) else []
+        if _updates_statistics(node) or not all(own[i] for i in written):
+            return True
+        # Who writes gives what was written to; others that are not known may give a view of anything they read.
+        own[node] = bool(written) or name_of(node) in _FRESH or all(own[i] for i in node.all_input_nodes)
+    return False
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What it writes to, if it writes; all that it reads, where that is not known. State is nobody's own."""
+    if node.op not in ("call_function", "call_method") or any(word in name_of(node) for word in _STATE):
+        return [i for i in node.graph.nodes if i.op == "placeholder"]
+    out: Any = node.kwargs.get("out")
+    if isinstance(out, fx.Node):
+        return [out]
+    if out is None and node.args and isinstance(node.args[0], fx.Node) and not isinstance(node.target, _OVERLOAD):
+        return [node.args[0]]
+    return list(node.all_input_nodes)
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    """A norm that moves running statistics along."""
+    if name_of(node) not in ("batch_norm", "instance_norm"):
+        return False
+    names = ("running_mean", "running_var", "weight", "bias", "training", "momentum")
+    given = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
+    flag = given.get("training", given.get("use_input_stats", name_of(node) == "instance_norm"))
+    return given.get("running_mean") is not None and flag is not False
