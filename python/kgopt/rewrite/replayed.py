@@ -6,6 +6,7 @@ and buffers are read where they are, so what is written to them is seen; other a
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,6 +39,11 @@ class Replayed:
         self.places: list[int] = []  # where those are
         self.recorded = self.calls = 0
         self.why = ""  # nothing is recorded any more
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the end of the process parts of torch are gone
+            if self.lane is not None and not machine.MACHINE.is_recording():
+                self.lane.settle()
 
     def __call__(self, *inputs: Any) -> Any:
         """The function's results."""
