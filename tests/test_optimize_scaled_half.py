@@ -42,12 +42,57 @@ class Scaled(Block):
         return (x + self.conv2(self.act(self.norm2(h)))) / 2.0
 
 
+class Dropped(Block):
+    """With what does nothing in between: as in diffusers, guided-diffusion and their kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.up, self.kind, self.drop_path = nn.Dropout(0.3), None, "default", nn.Identity()
+
+    def forward(self, x):
+        h = x
+        h = self.norm1(h)
+        h = self.act(h)
+        if self.up is not None:
+            if h.shape[0] >= 64:
+                h = h.contiguous()
+            x, h = self.up(x), self.up(h)
+        h = self.conv1(h)
+        if self.kind == "default":
+            h = self.norm2(h)
+        elif self.kind == "none":
+            h = self.drop_path(h)
+        h = self.act(h)
+        h = self.dropout(h)
+        h = self.drop_path(h)
+        h = self.conv2(h)
+        return x + h
+
+
+class Inline(Dropped):
+    def forward(self, x):
+        h = self.conv1(self.drop_path(F.silu(self.norm1(x))))
+        h = F.silu(self.norm2(h))
+        if self.dropout is not None:
+            h = self.dropout(h)
+        return (x + self.conv2(self.drop_path(h))) / 2.0
+
+
+class Upsampled(Dropped):
+    """The branch reads the value."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.AvgPool2d(1)
+
+
 def sequential():
     return nn.Sequential(nn.GroupNorm(8, C), nn.ReLU(), nn.Conv2d(C, C, 3, padding=1), nn.ELU(), nn.Conv2d(C, C, 1))
 
 
 # (model, convolutions that take the norm in front, that run alone, that have a residual or an activation)
-MODELS = {"block": (Block, 2, 0, 1), "in one expression": (Scaled, 0, 2, 1), "sequential": (sequential, 1, 1, 0)}
+MODELS = {"block": (Block, 2, 0, 1), "in one expression": (Scaled, 2, 0, 1), "sequential": (sequential, 1, 1, 0)}
+MODELS |= {"dropped": (Dropped, 2, 0, 1), "dropped inline": (Inline, 2, 0, 1), "upsampled": (Upsampled, 1, 1, 1)}
 
 
 @pytest.fixture
@@ -159,6 +204,47 @@ def test_hooks_see_what_the_code_gives_them(device, calls):
             assert len(seen) == (2 if module is model.act else 1)
             assert all(type(y) is torch.Tensor for y in seen)
             handle.remove()
+
+
+@pytest.mark.parametrize("make", [Dropped, Inline])
+def test_what_stands_in_between_runs_where_it_does_something(make, device, calls):
+    torch.manual_seed(0)
+    original, x = random_affine(make()).to(device).eval(), drawn(device)
+    model, seen = made_scaled(original, x), []
+    with torch.no_grad():
+        for change in ("mode", "hook", "replaced"):
+            for net in (original, model):
+                net.dropout.train(change == "mode")
+                if change == "hook":
+                    net.dropout.register_forward_hook(lambda module, inputs, y: seen.append(inputs[0]))
+                if change == "replaced":
+                    net.dropout = nn.ReLU()
+            calls.clear()
+            torch.manual_seed(1)
+            y = model(x)
+            assert [kind for kind, _ in calls] == ["norm", "conv"]
+            torch.manual_seed(1)
+            torch.testing.assert_close(y, original(x), rtol=1e-2, atol=1e-2)
+    assert [type(t) for t in seen] == 2 * [torch.Tensor]
+
+
+def test_a_value_that_somebody_else_reads_is_a_tensor(device, calls):
+    class Kept(Dropped):
+        def forward(self, x):
+            h = F.silu(self.norm1(x))
+            h = self.dropout(h)
+            y = self.conv1(h)
+            return y, h
+
+    torch.manual_seed(0)
+    original, x = random_affine(Kept()).to(device).eval(), drawn(device)
+    model = made_scaled(original, x)
+    calls.clear()
+    with torch.no_grad():
+        y, h = model(x)
+        assert [kind for kind, _ in calls] == ["conv"]
+        torch.testing.assert_close(h, original(x)[1])
+    assert type(h) is torch.Tensor
 
 
 def test_which_convolutions_may_be_faster_so(monkeypatch):

@@ -13,8 +13,8 @@ from torch import nn
 
 from kgopt.rewrite import known, originals
 from kgopt.rewrite.disguise import original_class
-from kgopt.rewrite.meanings import conv_of, read_of
-from kgopt.rewrite.watching import is_hooked
+from kgopt.rewrite.meanings import conv_of, is_identity, read_of
+from kgopt.rewrite.watching import any_global_hooks, is_hooked
 
 Path = tuple[str, ...]  # names of children
 _MORE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
@@ -49,6 +49,11 @@ def is_as_is(module: Any) -> bool:
     """Whether a call of a convolution, an activation or a dropout is that of PyTorch's class and no more."""
     original = original_class(module)
     return runs_as_is(module, type(module), original)
+
+
+def does_nothing(module: Any) -> bool:
+    """Whether a call of a module gives its argument back, now, and nobody sees that."""
+    return isinstance(module, nn.Module) and is_identity(module) and is_as_is(module) and not any_global_hooks()
 
 
 def runs_as_is(module: Any, made: Any, original: Any) -> bool:

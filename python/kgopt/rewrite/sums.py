@@ -26,8 +26,8 @@ from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.glue.later import Upsampled
-from kgopt.rewrite.meanings import activation_of, conv_of, is_identity, untouched
-from kgopt.rewrite.modules import guard_methods, is_as_is, passed_on, runs_like_sequential
+from kgopt.rewrite.meanings import activation_of, conv_of, untouched
+from kgopt.rewrite.modules import does_nothing, guard_methods, is_as_is, passed_on, runs_like_sequential
 from kgopt.rewrite.roles import kind_of
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
@@ -228,7 +228,7 @@ class Sum(Behind):
     def through(self, module: Any, value: Any) -> Any:
         """``module(value)``; what a module that does nothing gives is for later, too."""
         if isinstance(value, Later):
-            if isinstance(module, nn.Module) and is_identity(module) and is_as_is(module) and not any_global_hooks():
+            if does_nothing(module):
                 return value
             value = value.value()
         return module(value)

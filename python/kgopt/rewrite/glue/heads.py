@@ -16,7 +16,7 @@ from kgopt.rewrite import known
 from kgopt.rewrite.arguments import keeps_format, norm_args
 from kgopt.rewrite.glue.plans import Normalized, as_seen, head_plan
 from kgopt.rewrite.meanings import conv_of
-from kgopt.rewrite.modules import first_is_conv, guard_methods, is_as_is
+from kgopt.rewrite.modules import does_nothing, first_is_conv, guard_methods, is_as_is
 from kgopt.rewrite.sites import Site
 
 _group_norm_conv = torch.ops.kgopt.group_norm_conv.default
@@ -32,12 +32,23 @@ class FollowedSite(Site):
         Under autocast a convolution rounds what it is given to half precision, which a norm's kernel, whose sums are
         fp32 whatever it reads and writes, does as well: the same values, without copies of x and of the result.
         """
-        if self.short and keeps_format(operands[self.norm_at]):
-            later = self._defer(follower, *operands)
-            if later is not None:
-                return later  # type: ignore[return-value]
+        if (later := self._later(follower, *operands)) is not None:
+            return later  # type: ignore[return-value]
         keeps_dtype = self.short and self.keeps_dtype  # whatever follows
         return self.run(*operands, half=not keeps_dtype and self._is_halved_by(follower, operands[-1]))
+
+    def run_later(self, follower: Any, alone: bool, between: tuple[Any, ...], *operands: Any) -> Tensor:
+        """:meth:`run_before`, where modules ``between`` are given the value first. ``alone``: nothing else may read it."""
+        if all(map(does_nothing, between)):
+            if alone:
+                return self.run_before(follower, *operands)
+            if (later := self._later(follower, *operands)) is not None:
+                return later  # type: ignore[return-value]
+        return self.run(*operands)
+
+    def _later(self, follower: Any, *operands: Any) -> Normalized | None:
+        is_norm = self.short and keeps_format(operands[self.norm_at])
+        return self._defer(follower, *operands) if is_norm else None
 
     def _defer(self, follower: Any, *operands: Any) -> Normalized | None:
         """The value for later, where ``follower`` is a convolution that computes both."""
@@ -89,3 +100,29 @@ class FollowedSite(Site):
             return _group_norm_conv1x1(x, moments, *both)
         backend = ops.SCALED_HALF if option == "scaled" else "auto"
         return _group_norm_conv(x, moments, *both, residual, *rest, divisor, act, backend=backend)
+
+
+class Normalizations:
+    """What becomes of the values in a method that :meth:`FollowedSite.run_later` gave."""
+
+    def __repr__(self) -> str:
+        return "Normalizations()"
+
+    def __reduce__(self) -> Any:
+        return Normalizations, ()
+
+    def skip(self, module: Any, value: Any) -> Any:
+        """``module(value)``; a module that does nothing lets it wait."""
+        if type(value) is Normalized:
+            if does_nothing(module):
+                return value
+            value = value.value()
+        return module(value)
+
+    def now(self, value: Any) -> Any:
+        """The value, for code that is no such convolution."""
+        return value.value() if type(value) is Normalized else value
+
+    def beside(self, value: Any, changed: Any) -> Any:
+        """The value in front of code that writes to ``changed``."""
+        return self.now(value)

@@ -343,7 +343,11 @@ class Normalized:
         plan = head_plan(conv, x)
         if plan is not None and plan.option == self.plan.option:
             return run_plan(conv, self, plan)
-        return forward(conv, self.site.run(*self.operands))
+        return forward(conv, self.value())
+
+    def value(self) -> Tensor:
+        """The tensor."""
+        return self.site.run(*self.operands)  # type: ignore[no-any-return]
 
 
 def with_activation(conv: Any, act: Any, x: Any) -> Tensor | None:

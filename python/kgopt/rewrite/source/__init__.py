@@ -25,6 +25,7 @@ chains       chains become sites
 modulated    norms whose value is scaled and shifted by sample
 sums         sums of what convolutions give
 waiting      values that may wait for the convolution that reads them
+heads        norms whose value a convolution reads
 upsampled    nearest upsampling whose value a convolution reads
 padded       padding, and frames in front, that a convolution reads
 formats      ``x.contiguous()`` that may keep channels_last
@@ -55,6 +56,7 @@ from kgopt.rewrite.source.chains import Chains, Found
 from kgopt.rewrite.source.code import CannotRewriteError, own_methods, parse, rebuild, redecorated, undecorated
 from kgopt.rewrite.source.expressions import text_of
 from kgopt.rewrite.source.formats import keep_formats
+from kgopt.rewrite.source.heads import Heads
 from kgopt.rewrite.source.inherited import inherit, inherited_calls
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.modulated import Modulations
@@ -93,6 +95,7 @@ def _rewrite(method: Method, gives: bool = False) -> Found:
     """Puts all sites into a method's tree; what it holds. ``gives``: it may return a norm's value for later."""
     sink(method, method.tree.body)
     found = Chains(method).run()
+    Heads(method).run()
     modulations = Modulations(method, gives)
     modulations.run()
     sums = Sums(method)

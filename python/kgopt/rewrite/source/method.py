@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kgopt.rewrite.formats import Keep
-from kgopt.rewrite.glue.heads import FollowedSite
+from kgopt.rewrite.glue.heads import FollowedSite, Normalizations
 from kgopt.rewrite.meanings import describe_function
 from kgopt.rewrite.modulated import Modulation
 from kgopt.rewrite.padding import Pads
@@ -40,7 +40,7 @@ class Inherited:
 
 
 Replacement = (
-    Inherited | FollowedSite | Sum | Activated | Modulation | Keep | Wait | Pads
+    Inherited | FollowedSite | Normalizations | Sum | Activated | Modulation | Keep | Wait | Pads
 )  # what a rewritten method calls
 _LOOKS_AT_LOCALS = {"locals", "vars", "dir", "eval", "exec", "globals", "breakpoint"}
 
