@@ -11,11 +11,13 @@ from torch import nn
 
 import kgopt
 from kgopt import accuracy
+from kgopt._layout import FORMATS
 from kgopt.rewrite import glue
 from kgopt.rewrite.glue import heads, kernels
 from tolerances import assert_as_good_as_torch, round_tf32
 
 C = 64
+CONVS = nn.Conv2d, nn.Conv3d
 
 
 class Block(nn.Module):
@@ -86,6 +88,41 @@ class Upsampled(Dropped):
         self.up = nn.AvgPool2d(1)
 
 
+class Causal(nn.Module):
+    """As video autoencoders have it: the padding repeats what is outermost, and looks backward along time."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.pad, self.mode = nn.Conv3d(C, C, 3), (1, 1, 1, 1, 2, 0), "replicate"
+
+    def forward(self, x):
+        x = F.pad(x, self.pad, mode=self.mode)
+        return self.conv(x)
+
+
+class CausalInline(Causal):
+    def forward(self, x):
+        return self.conv(F.pad(x, self.pad, self.mode))
+
+
+class Video(nn.Module):
+    def __init__(self, conv=Causal):
+        super().__init__()
+        self.norm1, self.norm2, self.act = nn.GroupNorm(8, C), nn.GroupNorm(4, C), nn.SiLU()
+        self.conv0, self.conv1, self.conv2, self.dropout, self.shortcut = conv(), conv(), conv(), nn.Dropout(0.1), None
+
+    def forward(self, x):
+        x = self.conv0(x)
+        h = self.norm1(x)
+        h = self.act(h)
+        h = self.conv1(h)
+        h = self.dropout(self.act(self.norm2(h)))
+        h = self.conv2(h)
+        if self.shortcut is not None:
+            x = self.shortcut(x)
+        return h + x
+
+
 def sequential():
     return nn.Sequential(nn.GroupNorm(8, C), nn.ReLU(), nn.Conv2d(C, C, 3, padding=1), nn.ELU(), nn.Conv2d(C, C, 1))
 
@@ -93,6 +130,7 @@ def sequential():
 # (model, convolutions that take the norm in front, that run alone, that have a residual or an activation)
 MODELS = {"block": (Block, 2, 0, 1), "in one expression": (Scaled, 2, 0, 1), "sequential": (sequential, 1, 1, 0)}
 MODELS |= {"dropped": (Dropped, 2, 0, 1), "dropped inline": (Inline, 2, 0, 1), "upsampled": (Upsampled, 1, 1, 1)}
+VIDEOS = {"video": (Video, 2, 1, 1), "padded inline": (lambda: Video(CausalInline), 2, 1, 1)}
 
 
 @pytest.fixture
@@ -106,9 +144,9 @@ def calls(monkeypatch):
             seen.append(("norm", args[9] is not None))
         return norm_conv(*args, **options)
 
-    def alone(*args):
+    def alone(*args, **options):
         seen.append(("conv", args[3] is not None))
-        return scaled(*args)
+        return scaled(*args, **options)
 
     monkeypatch.setattr(heads, "_group_norm_conv", of_norm)
     monkeypatch.setattr(kernels, "scaled", alone)
@@ -129,7 +167,7 @@ def made_scaled(original, x):
     with torch.no_grad():
         glue.find(model, lambda: model(x), lambda path: "", always=True)
     for module in model.modules():
-        state = glue.state_of(module) if isinstance(module, nn.Conv2d) else None
+        state = glue.state_of(module) if isinstance(module, CONVS) else None
         if state is not None:
             state.faster = dict.fromkeys(state.faster, "scaled")
             state.always = dict.fromkeys(state.always, "scaled")
@@ -141,21 +179,22 @@ def assert_right(y, original, x):
     exact = copy.deepcopy(original).double()(x.double())
     rounded = copy.deepcopy(original).double()
     for module in rounded.modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, CONVS):
             module.weight.data = round_tf32(module.weight.data)
             module.register_forward_pre_hook(lambda module, inputs: (round_tf32(inputs[0]),))
     assert_as_good_as_torch(y, original(x), exact, rounded(x.double()).float())
 
 
-def drawn(device):
-    return torch.randn(2, C, 12, 10, device=device).contiguous(memory_format=torch.channels_last)
+def drawn(device, *size):
+    x = torch.randn(2, C, *(size or (12, 10)), device=device)
+    return x.contiguous(memory_format=FORMATS[x.dim()])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *VIDEOS])
 def test_it_takes_the_norm_in_front_and_the_sum_behind(name, device, calls, poisoned):
     torch.manual_seed(0)
-    make, of_norms, alone, residuals = MODELS[name]
-    original, x = random_affine(make()).to(device).eval(), drawn(device)
+    make, of_norms, alone, residuals = {**MODELS, **VIDEOS}[name]
+    original, x = random_affine(make()).to(device).eval(), drawn(device, *((3, 6, 5) if name in VIDEOS else ()))
     model = made_scaled(original, x)
     calls.clear()
     with torch.no_grad():
@@ -241,7 +280,7 @@ def test_a_value_that_somebody_else_reads_is_a_tensor(device, calls):
     model = made_scaled(original, x)
     calls.clear()
     with torch.no_grad():
-        y, h = model(x)
+        _, h = model(x)
         assert [kind for kind, _ in calls] == ["conv"]
         torch.testing.assert_close(h, original(x)[1])
     assert type(h) is torch.Tensor

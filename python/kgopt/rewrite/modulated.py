@@ -70,7 +70,8 @@ class Modulation:
         value = given_later(module, tuple(map(self.now, args)), owner, *between)
         if value is None:
             return module(*map(self.now, args))
-        return value if type(value) is not Waiting or _multiplies_as_is() else value.value()
+        is_waiting = type(value) is Waiting and _multiplies_as_is()
+        return value if is_waiting or not isinstance(value, (Waiting, Later)) else value.value()
 
     def step(self, module: Any, value: Any, owner: Any = None, *between: str) -> Any:
         """``module(value)`` of whatever the code has there: an activation behind a norm that waits, a norm that waits

@@ -92,7 +92,7 @@ def _method(function: types.FunctionType, role: Callable[[Path], Role | None]) -
 
 
 def _rewrite(method: Method, gives: bool = False) -> Found:
-    """Puts all sites into a method's tree; what it holds. ``gives``: it may return a norm's value for later."""
+    """Puts all sites into a method's tree; what it holds. ``gives``: it may return a value for later."""
     sink(method, method.tree.body)
     found = Chains(method).run()
     Heads(method).run()
@@ -101,7 +101,7 @@ def _rewrite(method: Method, gives: bool = False) -> Found:
     sums = Sums(method)
     sums.run(method.tree.body)
     Upsamplings(method).run()
-    found.pads = Paddings(method).run()
+    found.pads = Paddings(method, gives).run()
     sums.activate(method.tree.body)
     for path, chain in (*modulations.chains(), *sums.chains()):
         found.chains.setdefault(path, []).append(chain)
@@ -110,9 +110,9 @@ def _rewrite(method: Method, gives: bool = False) -> Found:
 
 
 def _giving(name: str, method: Method, role: Callable[[Path], Role | None]) -> Method | None:
-    """The same forward, with the value of a norm at its end for later; None where there is none."""
+    """The same forward, with the value of a norm or a convolution at its end for later; None where there is none."""
     has_norm = any(kind == "norm" or (kind, what) == ("tail", "norm") for kind, what, _ in method.used_roles.values())
-    if name != "forward" or not has_norm:
+    if name != "forward" or not (has_norm or method.may_give):
         return None
     other = Method(method.code, role, parse(method.code))
     _rewrite(other, gives=True)
@@ -186,6 +186,8 @@ def rewritten_methods(cls: type, recipe: dict[str, Roles], stand: Stand) -> dict
         if giving is not None:
             made["_kgopt_later"] = rebuild(giving.code, giving.tree, giving.sites, stand(name), inside=True)
             made["_kgopt_later_of"] = function, function
+            made["_kgopt_gives"] = "conv" if giving.may_give else "norm"
+            made["_kgopt_takes"] = function.__code__ if giving.takes else None
         if method.sites:
             inside, standing = method.code is not function, stand(name)
             new = rebuild(method.code, method.tree, method.sites, standing, inside)

@@ -57,6 +57,8 @@ class Method:
         self.sites: dict[str, Replacement] = {}
         self.used_roles: dict[str, Role] = {}
         self.gives = False  # it may return what is no tensor yet
+        self.may_give = False  # what a convolution makes
+        self.takes = False  # it may be given what is no tensor yet
         arguments = self.tree.args
         self.owner = "".join(function.__qualname__.split(".")[-2:-1])
         self.self_name = (arguments.posonlyargs + arguments.args)[0].arg

@@ -43,6 +43,10 @@ class Waiting(ABC):
     def convolves(self, e: Any) -> bool:
         """Whether an expression is a call of a convolution that may read one, as its first argument."""
 
+    def given(self, body: Block) -> dict[int, tuple[ast.stmt, ast.Call | None]]:
+        """Statements that give a convolution what a caller gives the method, which may wait already."""
+        return {}
+
     def takes(self, e: ast.Call) -> ast.expr | None:
         """What a call reads that is given the value as it is, if there is such a call."""
         return None
@@ -55,7 +59,7 @@ class Waiting(ABC):
         """What a convolution reads."""
         return call.args[0]
 
-    def accepts(self, e: ast.expr, paths: _Paths) -> bool:
+    def accepts(self, e: ast.expr, paths: Paths) -> bool:
         """Whether what ``e`` makes may wait along these paths, on which a convolution reads it."""
         return True
 
@@ -74,7 +78,7 @@ class Waiting(ABC):
         for path in reversed(list(self._assignments(body, []))):
             block, k = path[-1]
             statement: Any = block[k]
-            found = _Paths(self, str(self.method.target(statement)))
+            found = Paths(self, str(self.method.target(statement)))
             is_waiting = True
             for outer, i in reversed(path):
                 is_waiting = is_waiting and found.follow(outer, i + 1)
@@ -83,6 +87,7 @@ class Waiting(ABC):
                 passes |= found.passes
                 stops |= found.stops
                 skips |= found.skips
+        passes |= self.given(body)
         # What is written copies what it holds, so that this has to be written by then.
         inner = list(self._nested(body))
         for statement, call in passes.values():
@@ -141,7 +146,7 @@ class Waiting(ABC):
                     yield statement, e  # type: ignore[misc]
 
 
-class _Paths:
+class Paths:
     """Where the value of a variable goes from the statement that makes it."""
 
     def __init__(self, waiting: Waiting, name: str) -> None:
@@ -194,17 +199,22 @@ class _Paths:
         may_live = isinstance(s, ast.Return) or target == self.name
         if not may_live and (target is None or self.name in self.of.live.after.get(id(s), {self.name})):
             return None
-        if self.of.may_follow and id(s) in self.of.begun and self._is_it(self.of.begun[id(s)][1].args[0]):
+        if self.of.may_follow and id(s) in self.of.begun and self._begins_with_it(self.of.begun[id(s)][1]):
             return s, None
         for e in ast.walk(s.value):
             if not isinstance(e, ast.Call) or not evaluated_first(s.value, e):
                 continue
             if self.of.convolves(e) and self._is_it(self.of.value_of(e)):
                 return s, e
+            if self.of.may_follow and self.of.convolves(e) and self._begins_with_it(self.of.value_of(e)):
+                return s, None
             taken = self.of.takes(e)
             if taken is not None and self._is_it(taken):
                 return s, None
         return None
+
+    def _begins_with_it(self, e: Any) -> bool:
+        return self.of.begins(e) and self._is_it(e.args[0])
 
     def _skips(self, s: ast.stmt) -> bool:
         """``h = self.dropout(h)``."""
