@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -123,6 +124,34 @@ class Video(nn.Module):
         return h + x
 
 
+class Shortcut(Video):
+    def __init__(self):
+        super().__init__()
+        self.shortcut = Causal()
+
+
+class Counting(Causal):
+    """Its forward may do more than pad and convolve."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts, self.calls = True, torch.zeros(())
+
+    def forward(self, x):
+        x = F.pad(x, self.pad, mode=self.mode)
+        if not self.counts:
+            return self.conv(x)
+        y = self.conv(x)
+        self.calls.add_(1)
+        return y
+
+
+class Counted(Video):
+    def __init__(self):
+        super().__init__()
+        self.shortcut = Counting()
+
+
 def sequential():
     return nn.Sequential(nn.GroupNorm(8, C), nn.ReLU(), nn.Conv2d(C, C, 3, padding=1), nn.ELU(), nn.Conv2d(C, C, 1))
 
@@ -130,7 +159,7 @@ def sequential():
 # (model, convolutions that take the norm in front, that run alone, that have a residual or an activation)
 MODELS = {"block": (Block, 2, 0, 1), "in one expression": (Scaled, 2, 0, 1), "sequential": (sequential, 1, 1, 0)}
 MODELS |= {"dropped": (Dropped, 2, 0, 1), "dropped inline": (Inline, 2, 0, 1), "upsampled": (Upsampled, 1, 1, 1)}
-VIDEOS = {"video": (Video, 2, 1, 1), "padded inline": (lambda: Video(CausalInline), 2, 1, 1)}
+VIDEOS = {"video": (Video, 2, 1, 1), "shortcut": (Shortcut, 2, 2, 1), "counted": (Counted, 2, 2, 0), "padded inline": (lambda: Video(CausalInline), 2, 1, 1)}
 
 
 @pytest.fixture
@@ -265,6 +294,51 @@ def test_what_stands_in_between_runs_where_it_does_something(make, device, calls
             torch.manual_seed(1)
             torch.testing.assert_close(y, original(x), rtol=1e-2, atol=1e-2)
     assert [type(t) for t in seen] == 2 * [torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    "change", ["hook", "hook inside", "forward", "class", "zeros", "no padding", "conv", "pad", "training", "pickled"]
+)
+def test_a_module_that_pads_may_change(change, device, calls, monkeypatch):
+    """What waits goes into its forward only while that is the one that was read."""
+    torch.manual_seed(0)
+    original, x = random_affine(Video()).to(device).eval(), drawn(device, 3, 6, 5)
+    model, seen = made_scaled(original, x), []
+    note = lambda module, inputs, y: seen.extend([inputs[0], y])  # noqa: E731
+    if change == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    if change == "class":
+        forward = Causal.forward
+        monkeypatch.setattr(Causal, "forward", lambda self, x: seen.append(x) or forward(self, x))
+    if change == "pad":
+        pad = F.pad
+        monkeypatch.setattr(F, "pad", lambda *args, **options: seen.append(args[0]) or pad(*args, **options))
+    for net in (original, model):
+        net.dropout.train(False)
+        for conv in (net.conv1, net.conv2):
+            if change == "hook":
+                conv.register_forward_hook(note)
+            if change == "hook inside":
+                conv.conv.register_forward_hook(note)
+            if change == "forward":
+                conv.forward = lambda x, conv=conv: seen.append(x) or Causal.forward(conv, x)
+            if change == "zeros":
+                conv.mode = "constant"
+            if change == "no padding":
+                conv.pad, conv.conv.padding = (0,) * 6, (1, 1, 1)
+            if change == "conv":
+                conv.conv = nn.Sequential(conv.conv, nn.Tanh())
+    with torch.no_grad():
+        expected = original(x)
+        calls.clear()
+        if change == "training":
+            model.dropout.p = 0.0
+            model.train()
+        torch.testing.assert_close(model(x), expected, rtol=1e-2, atol=1e-2)
+    assert all(type(t) is torch.Tensor for t in seen)
+    assert bool(seen) == (change in ("hook", "hook inside", "forward", "class", "pad"))
+    joined = sum(kind == "norm" for kind, _ in calls)
+    assert joined == {"training": 2, "pickled": 2}.get(change, 0)
 
 
 def test_a_value_that_somebody_else_reads_is_a_tensor(device, calls):

@@ -77,6 +77,13 @@ def takes_later(module: Any) -> bool:
     return cls._kgopt_later_of[1].__code__ is cls._kgopt_takes  # type: ignore[attr-defined]
 
 
+def only_convolves(module: Any) -> bool:
+    """Whether a call of a module with rewritten code pads, convolves, and changes nothing."""
+    if not takes_later(module) or not type(module)._kgopt_only_convolves:
+        return False
+    return all(conv_of(m) is not None and is_as_is(m) for m in module._modules.values())
+
+
 def runs_as_is(module: Any, made: Any, original: Any) -> bool:
     """:func:`is_as_is` of a module of the class ``made``, which was made from ``original``, or from none."""
     cls = made if original is None else original

@@ -27,7 +27,7 @@ from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.glue.later import Upsampled
 from kgopt.rewrite.meanings import activation_of, conv_of, untouched
-from kgopt.rewrite.modules import does_nothing, gives_later, guard_methods, is_as_is, passed_on, runs_like_sequential
+from kgopt.rewrite.modules import does_nothing, gives_later, guard_methods, is_as_is, only_convolves, passed_on, runs_like_sequential
 from kgopt.rewrite.roles import kind_of
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
@@ -284,7 +284,7 @@ _WRITES_NOTHING = (nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool2d, nn.MaxPool3d, nn.Id
 
 
 def _changes_nothing(module: Any) -> bool:
-    """A convolution, a norm of ours, a pooling, a linear layer, an activation that writes into no input, or Sequentials
+    """A convolution, perhaps padded, a norm of ours, a pooling, a linear layer, an activation that writes into no input, or Sequentials
     of such; where there is none, nothing is called.
     """
     if module is None or (conv_of(module) is not None and is_as_is(module)):
@@ -293,6 +293,8 @@ def _changes_nothing(module: Any) -> bool:
         return not is_hooked(module)
     if not isinstance(module, nn.Module):
         return False
+    if only_convolves(module):
+        return True
     if activation_of(module) is not None:
         return is_as_is(module) and not getattr(module, "inplace", False)
     module = passed_on(module)

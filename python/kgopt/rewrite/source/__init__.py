@@ -187,6 +187,7 @@ def rewritten_methods(cls: type, recipe: dict[str, Roles], stand: Stand) -> dict
             made["_kgopt_later"] = rebuild(giving.code, giving.tree, giving.sites, stand(name), inside=True)
             made["_kgopt_later_of"] = function, function
             made["_kgopt_gives"] = "conv" if giving.may_give else "norm"
+            made["_kgopt_only_convolves"] = giving.only_convolves
             made["_kgopt_takes"] = function.__code__ if giving.takes else None
         if method.sites:
             inside, standing = method.code is not function, stand(name)

@@ -59,6 +59,7 @@ class Method:
         self.gives = False  # it may return what is no tensor yet
         self.may_give = False  # what a convolution makes
         self.takes = False  # it may be given what is no tensor yet
+        self.only_convolves = False  # it pads and convolves that, and does nothing else
         arguments = self.tree.args
         self.owner = "".join(function.__qualname__.split(".")[-2:-1])
         self.self_name = (arguments.posonlyargs + arguments.args)[0].arg

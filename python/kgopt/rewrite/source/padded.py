@@ -58,6 +58,7 @@ class Paddings(Waiting):
     def run(self) -> bool:
         """Writes them; whether there are any."""
         has_any = super().run()
+        self.method.only_convolves = self.method.takes and self.is_all
         for node in ast.walk(self.method.tree):
             if has_any and isinstance(node, ast.Return) and self._is_of_child(node.value):
                 self.method.may_give = True

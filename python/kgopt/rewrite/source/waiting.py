@@ -32,6 +32,7 @@ class Waiting(ABC):
 
     def __init__(self, method: Method) -> None:
         self.method = method
+        self.is_all = False  # a value waits wherever there is one, and what a convolution makes of it is returned
         self.name = f"_kgopt_{self.prefix}_{len(method.sites)}"
         self.live = liveness(method.tree.body)
 
@@ -102,6 +103,7 @@ class Waiting(ABC):
         for (_, name), (block, before, given) in stops.items():
             made = call_of(self.name, "now" if len(given) == 1 else "beside", given, before)
             block.insert([s is before for s in block].index(True), assign(name, made, before))
+        self.is_all = not stops and all(isinstance(s, ast.Return) for s, call in passes.values() if call is not None)
         has_any = bool(self.begun or inner)
         if has_any:
             self.method.sites[self.name] = self.site()
