@@ -159,7 +159,12 @@ def sequential():
 # (model, convolutions that take the norm in front, that run alone, that have a residual or an activation)
 MODELS = {"block": (Block, 2, 0, 1), "in one expression": (Scaled, 2, 0, 1), "sequential": (sequential, 1, 1, 0)}
 MODELS |= {"dropped": (Dropped, 2, 0, 1), "dropped inline": (Inline, 2, 0, 1), "upsampled": (Upsampled, 1, 1, 1)}
-VIDEOS = {"video": (Video, 2, 1, 1), "shortcut": (Shortcut, 2, 2, 1), "counted": (Counted, 2, 2, 0), "padded inline": (lambda: Video(CausalInline), 2, 1, 1)}
+VIDEOS = {
+    "video": (Video, 2, 1, 1),
+    "shortcut": (Shortcut, 2, 2, 1),
+    "counted": (Counted, 2, 2, 0),
+    "padded inline": (lambda: Video(CausalInline), 2, 1, 1),
+}
 
 
 @pytest.fixture

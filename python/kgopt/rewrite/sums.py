@@ -27,7 +27,15 @@ from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.glue.later import Upsampled
 from kgopt.rewrite.meanings import activation_of, conv_of, untouched
-from kgopt.rewrite.modules import does_nothing, gives_later, guard_methods, is_as_is, only_convolves, passed_on, runs_like_sequential
+from kgopt.rewrite.modules import (
+    does_nothing,
+    gives_later,
+    guard_methods,
+    is_as_is,
+    only_convolves,
+    passed_on,
+    runs_like_sequential,
+)
 from kgopt.rewrite.roles import kind_of
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
@@ -284,8 +292,8 @@ _WRITES_NOTHING = (nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool2d, nn.MaxPool3d, nn.Id
 
 
 def _changes_nothing(module: Any) -> bool:
-    """A convolution, perhaps padded, a norm of ours, a pooling, a linear layer, an activation that writes into no input, or Sequentials
-    of such; where there is none, nothing is called.
+    """A convolution, perhaps padded, a norm of ours, a pooling, a linear layer, an activation that writes into no input,
+    or Sequentials of such; where there is none, nothing is called.
     """
     if module is None or (conv_of(module) is not None and is_as_is(module)):
         return True
