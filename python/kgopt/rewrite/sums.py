@@ -292,8 +292,8 @@ _WRITES_NOTHING = (nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool2d, nn.MaxPool3d, nn.Id
 
 
 def _changes_nothing(module: Any) -> bool:
-    """A convolution, perhaps padded, a norm of ours, a pooling, a linear layer, an activation that writes into no input,
-    or Sequentials of such; where there is none, nothing is called.
+    """A convolution, perhaps padded, a norm of ours, a pooling, a linear layer, an activation that is not inplace, or
+    Sequentials of such; where there is none, nothing is called.
     """
     if module is None or (conv_of(module) is not None and is_as_is(module)):
         return True
