@@ -106,17 +106,18 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "group_norm_conv1x1(Tensor x, Tensor? moments, int num_groups, Tensor? gn_weight, Tensor? gn_bias, float eps, "
       "str act, Tensor weight, Tensor? bias) -> Tensor");
-  // conv_add of act(group_norm(x)): gn_act follows the norm, act the sum.
+  // conv_add of act(group_norm(x)): gn_act follows the norm, act the sum; replicate: its outermost positions are repeated
+  // around it, as F.pad has them, behind gn_act.
   m.def(
       "group_norm_conv(Tensor x, Tensor? moments, int num_groups, Tensor? gn_weight, Tensor? gn_bias, float eps, "
       "str gn_act, Tensor weight, Tensor? bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, "
       "int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0, str act=\"none\", *, "
-      "str backend=\"auto\") -> Tensor");
+      "int[] replicate=[], str backend=\"auto\") -> Tensor");
   m.def(
       "group_norm_conv_moments(Tensor x, Tensor? moments, int num_groups, Tensor? gn_weight, Tensor? gn_bias, "
       "float eps, str gn_act, Tensor weight, Tensor? bias, Tensor? residual, int[] stride, int[] padding, "
       "int[] dilation, int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0, "
-      "str act=\"none\", *, str backend=\"auto\") -> (Tensor, Tensor)");
+      "str act=\"none\", *, int[] replicate=[], str backend=\"auto\") -> (Tensor, Tensor)");
   m.def("upsample_linear(Tensor x, Tensor? residual=None) -> Tensor");
   m.def("upsample_linear_backward(Tensor dy) -> Tensor");
   m.def("upsample_nearest(Tensor x, int[] factors) -> Tensor");

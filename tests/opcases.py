@@ -74,6 +74,11 @@ def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=
             {},
         ),
         (
+            "group_norm_conv",
+            (x3, None, 2, g4, b4, 1e-5, "silu", w3, b, None, [1] * 3, [0] * 3, [1] * 3, [0] * 3, 1, False, 2.0, "relu"),
+            {"replicate": [1, 0, 2, 1, 0, 3]},
+        ),
+        (
             "group_norm_conv_moments",
             (x3, None, 2, g4, b4, 1e-5, "relu", w3, b, None, [1] * 3, [1] * 3, [1] * 3, [0] * 3, 1, False, 1.0, "silu"),
             {},

@@ -175,6 +175,72 @@ def test_group_norm_conv(name, gn_act, parts, channels_last, dtype, device, pois
     torch.testing.assert_close(of_result.double(), torch.stack([mean, variance], -1), rtol=tiny, atol=tiny)
 
 
+# x's sizes, the weight's, pad: of a large x its norm writes into the padded tensor.
+REPLICATED = {
+    "2d": ((2, 16, 7, 6), (24, 16, 3, 3), [1, 2, 0, 3]),
+    "3d": ((2, 64, 3, 5, 6), (64, 64, 3, 3, 3), [1, 1, 1, 1, 2, 0]),
+    "few channels": ((1, 6, 4, 5, 3), (8, 6, 2, 2, 2), [0, 1, 1, 0, 1, 0]),
+    "one position": ((1, 64, 1, 1, 1), (64, 64, 3, 3, 3), [1, 1, 1, 1, 2, 0]),
+    "padded far": ((1, 64, 2, 3, 2), (64, 64, 3, 3, 3), [4, 5, 0, 7, 3, 2]),
+    "large": ((2, 64, 9, 70, 61), (64, 64, 3, 3, 3), [1, 1, 1, 1, 2, 0]),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "kgopt:scaled_half"])
+@pytest.mark.parametrize("gn_act", [None, "none", "silu", "gelu+relu"])
+@layouts
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", REPLICATED)
+def test_group_norm_conv_repeats_the_outermost_positions(
+    name, dtype, channels_last, gn_act, backend, device, poisoned, monkeypatch
+):
+    """Bound of TF32, also where the norm's value is padded as it is rounded to scaled fp16."""
+    if name == "large" and device == "cpu":
+        pytest.skip("slow, and nothing of its own there")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    shape, weight_shape, pad = REPLICATED[name]
+    rank = len(shape) - 2
+    x, weight = (draw(s, dtype, channels_last, device) for s in (shape, weight_shape))
+    gamma, beta = (draw((shape[1],), dtype, False, device) for _ in range(2))
+    norm = (0, None, None, 0.0, "none") if gn_act is None else (2, gamma, beta, 1e-5, gn_act)
+    geometry = [1] * rank, [0] * rank, [1] * rank, [0] * rank, 1, False
+    bias = draw((weight_shape[0],), dtype, False, device)
+    sizes = [s + pad[2 * i] + pad[2 * i + 1] for i, s in enumerate(reversed(shape[2:]))][::-1]
+    sizes = [s - k + 1 for s, k in zip(sizes, weight_shape[2:], strict=True)]
+    residual = draw((shape[0], weight_shape[0], *sizes), dtype, channels_last, device)
+    moments = None
+    if gn_act == "silu":
+        variance, mean = torch.var_mean(x.double(), dim=list(range(2, x.dim())), correction=0)
+        moments = torch.stack([mean, variance], -1).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    args = (x, moments, *norm, weight, bias, residual, *geometry, 2.0, "relu")
+    double = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
+    y = OPS.group_norm_conv(*args, replicate=pad, backend=backend)
+    expected = reference.group_norm_conv_ref(*args, replicate=pad)
+    exact = reference.group_norm_conv_ref(*double, replicate=pad)
+    ideal = ()
+    if dtype is torch.float32 and device == "cuda":
+        z = reference.group_norm_ref(double[0], *(double[2:7])) if norm[0] else double[0]
+        z = round_tf32(reference.pad_replicate_ref(z, pad).float()).double()
+        rounded = z, round_tf32(weight).double(), *double[8:]
+        ideal = (reference.conv_add_ref(*rounded).float(),)
+    assert_as_good_as_torch(y, expected, exact, *ideal)
+    assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
+    z, of_result = OPS.group_norm_conv_moments(*args, replicate=pad, backend=backend)
+    assert torch.equal(z, y) or backend == "auto"
+    mean = y.double().mean(list(range(2, y.dim())))
+    torch.testing.assert_close(of_result[..., 0].double(), mean, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("bad", [[1, 1], [1, 1, 1, 1, -1, 0]])
+def test_what_is_no_padding_is_refused(bad, device):
+    x, weight = draw((1, 4, 3, 4, 5), torch.float32, False, device), draw((4, 4, 1, 1, 1), torch.float32, False, device)
+    ones, zeros = [1] * 3, [0] * 3
+    with pytest.raises(RuntimeError, match="pad"):
+        OPS.group_norm_conv(
+            x, None, 0, None, None, 0.0, "none", weight, None, None, ones, zeros, ones, zeros, replicate=bad
+        )
+
+
 # Channels innermost, as the kernels that normalize what they load take it: rows and planes that no tile ends with,
 # channels of one and of several stages, kernels of one and of many taps, dilation.
 PROLOGUES = {

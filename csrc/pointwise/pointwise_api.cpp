@@ -193,13 +193,6 @@ Tensor gather_positions(const char* op, const Tensor& x, const IntArray& sizes,
   return y;
 }
 
-Tensor pad_replicate(Tensor x, IntArray pad) {
-  const char* const op = "pad_replicate";
-  const int rank = static_cast<int>(x.dim()) - 2;
-  return gather_positions(op, x, check_pad_replicate(op, x, pad), run_pad_replicate,
-                          [&](PadReplicateParams* p, int at, int i) { p->before[at] = pad[2 * (rank - 1 - i)]; });
-}
-
 Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {
   const char* const op = "max_pool";
   const IntArray sizes = check_max_pool(op, x, kernel, stride, padding);
@@ -224,6 +217,14 @@ Tensor upsample_conv_weight(Tensor weight, IntArray factors, int64_t groups, boo
 }
 
 }  // namespace
+
+Tensor pad_replicate_cuda(Tensor x, IntArray pad) {
+  const char* const op = "pad_replicate";
+  const int rank = static_cast<int>(x.dim()) - 2;
+  return gather_positions(op, x, check_pad_replicate(op, x, pad), run_pad_replicate,
+                          [&](PadReplicateParams* p, int at, int i) { p->before[at] = pad[2 * (rank - 1 - i)]; });
+}
+
 }  // namespace kgopt
 
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
@@ -233,7 +234,7 @@ STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("upsample_linear_backward", TORCH_BOX(&kgopt::upsample_linear_backward));
   m.impl("upsample_nearest", TORCH_BOX(&kgopt::upsample_nearest));
   m.impl("upsample_nearest_backward", TORCH_BOX(&kgopt::upsample_nearest_backward));
-  m.impl("pad_replicate", TORCH_BOX(&kgopt::pad_replicate));
+  m.impl("pad_replicate", TORCH_BOX(&kgopt::pad_replicate_cuda));
   m.impl("max_pool", TORCH_BOX(&kgopt::max_pool));
   m.impl("upsample_conv_weight", TORCH_BOX(&kgopt::upsample_conv_weight));
 }

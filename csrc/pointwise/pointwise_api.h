@@ -17,4 +17,7 @@ Tensor run_conv_add(const char* op, const Tensor& x, const Tensor& weight, OptTe
                     const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
                     const std::string& act, const std::string& backend, Tensor* moments);
 
+// x with its outermost positions repeated around it, as F.pad has `pad`.
+Tensor pad_replicate_cuda(Tensor x, IntArray pad);
+
 }  // namespace kgopt

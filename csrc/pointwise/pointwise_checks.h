@@ -125,6 +125,22 @@ inline IntArray check_pad_replicate(const char* op, const Tensor& x, const IntAr
   return sizes;
 }
 
+// A tensor of that result's sizes and format, for checks: nobody may read it, its memory is x's.
+inline Tensor padded_in_name(const char* op, const Tensor& x, const IntArray& pad) {
+  const IntArray sizes = check_pad_replicate(op, x, pad);
+  const int64_t rank = x.dim();
+  const bool last = is_channels_last(x);
+  IntArray strides(rank);
+  int64_t next = 1;
+  if (last) strides[1] = next, next *= sizes[1];
+  for (int64_t d = rank - 1; d >= (last ? 2 : 1); --d) strides[d] = next, next *= sizes[d];
+  strides[0] = next;
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(x.get(), rank, sizes.data(), strides.data(), /*offset_increment=*/0, &made));
+  return Tensor(made);
+}
+
 // Sizes of the result of max_pool.
 inline IntArray check_max_pool(const char* op, const Tensor& x, const IntArray& kernel, const IntArray& stride,
                                const IntArray& padding) {

@@ -85,17 +85,48 @@ std::tuple<Tensor, Tensor> conv_add_moments(Tensor x, Tensor weight, OptTensor b
   return {y, channel_moments(y)};
 }
 
+// Rows of the result: each is a row of x between its own ends, repeated.
+Tensor pad_replicate(Tensor x, IntArray pad) {
+  const IntArray sizes = check_pad_replicate("pad_replicate", x, pad);
+  const MemoryFormat format = memory_format_of(x);
+  const Tensor dense = dense_in(x, format);
+  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
+  if (y.numel() == 0) return y;
+  const bool last = format != MemoryFormat::Contiguous, deep = x.dim() == 5;
+  const int64_t rank = x.dim(), c = last ? x.size(1) : 1;
+  const int64_t d = deep ? x.size(2) : 1, h = x.size(rank - 2), w = x.size(rank - 1);
+  const int64_t out_d = deep ? y.size(2) : 1, out_h = y.size(rank - 2), out_w = y.size(rank - 1);
+  dispatch_dtype(dtype_of(x), [&](auto zero) {
+    using T = decltype(zero);
+    const T* const from = static_cast<const T*>(dense.const_data_ptr());
+    T* const to = static_cast<T*>(y.mutable_data_ptr());
+    parallel(y.numel() / (out_w * c), out_w * c, [&](int64_t row) {
+      const int64_t plane = row / out_h, sample = plane / out_d;
+      const int64_t depth = deep ? std::clamp<int64_t>(plane % out_d - pad[4], 0, d - 1) : 0;
+      const int64_t height = std::clamp<int64_t>(row % out_h - pad[2], 0, h - 1);
+      const T* const first = from + ((sample * d + depth) * h + height) * w * c;
+      T* at = to + row * out_w * c;
+      for (int64_t k = 0; k < pad[0]; ++k) at = std::copy_n(first, c, at);
+      at = std::copy_n(first, w * c, at);
+      for (int64_t k = 0; k < pad[1]; ++k) at = std::copy_n(first + (w - 1) * c, c, at);
+    });
+  });
+  return y;
+}
+
 Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& moments, int64_t num_groups,
                            const OptTensor& gn_weight, const OptTensor& gn_bias, double eps, const std::string& gn_act,
                            const Tensor& weight, const OptTensor& bias, const OptTensor& residual,
                            const IntArray& stride, const IntArray& padding, const IntArray& dilation,
                            const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
-                           const std::string& act, const std::string& backend) {
+                           const std::string& act, const std::string& backend, const IntArray& replicate = {}) {
   check_prologue(op, x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
   const std::string conv_backend = check_norm_conv_backend(op, backend);
-  check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
-  const Tensor z =
+  const Tensor seen = replicate.empty() ? x : padded_in_name(op, x, replicate);
+  check_conv_add(op, seen, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
+  Tensor z =
       num_groups > 0 ? std::get<0>(group_norm_fwd_cpu(x, num_groups, gn_weight, gn_bias, eps, gn_act, "none")) : x;
+  if (!replicate.empty()) z = pad_replicate(z, replicate);
   return run_conv_add(op, z, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,
                       divisor, act, conv_backend);
 }
@@ -103,10 +134,10 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
 Tensor group_norm_conv(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
                        double eps, std::string gn_act, Tensor weight, OptTensor bias, OptTensor residual,
                        IntArray stride, IntArray padding, IntArray dilation, IntArray output_padding, int64_t groups,
-                       bool transposed, double divisor, std::string act, std::string backend) {
+                       bool transposed, double divisor, std::string act, IntArray replicate, std::string backend) {
   return run_group_norm_conv("group_norm_conv", x, moments, num_groups, gn_weight, gn_bias, eps, gn_act, weight, bias,
                              residual, stride, padding, dilation, output_padding, groups, transposed, divisor, act,
-                             backend);
+                             backend, replicate);
 }
 
 std::tuple<Tensor, Tensor> group_norm_conv_moments(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight,
@@ -114,10 +145,10 @@ std::tuple<Tensor, Tensor> group_norm_conv_moments(Tensor x, OptTensor moments, 
                                                    OptTensor bias, OptTensor residual, IntArray stride,
                                                    IntArray padding, IntArray dilation, IntArray output_padding,
                                                    int64_t groups, bool transposed, double divisor, std::string act,
-                                                   std::string backend) {
+                                                   IntArray replicate, std::string backend) {
   const Tensor y = run_group_norm_conv("group_norm_conv_moments", x, moments, num_groups, gn_weight, gn_bias, eps,
                                        gn_act, weight, bias, residual, stride, padding, dilation, output_padding,
-                                       groups, transposed, divisor, act, backend);
+                                       groups, transposed, divisor, act, backend, replicate);
   return {y, channel_moments(y)};
 }
 
@@ -264,35 +295,6 @@ Tensor upsample_nearest(Tensor x, IntArray factors) {
 Tensor upsample_nearest_backward(Tensor dy, IntArray factors) {
   const IntArray sizes = check_upsample_nearest("upsample_nearest_backward", "dy", dy, factors, true);
   return repeat_elements(dy, sizes, factors, true);
-}
-
-// Rows of the result: each is a row of x between its own ends, repeated.
-Tensor pad_replicate(Tensor x, IntArray pad) {
-  const IntArray sizes = check_pad_replicate("pad_replicate", x, pad);
-  const MemoryFormat format = memory_format_of(x);
-  const Tensor dense = dense_in(x, format);
-  Tensor y = empty_like_shape(x, sizes, std::nullopt, format);
-  if (y.numel() == 0) return y;
-  const bool last = format != MemoryFormat::Contiguous, deep = x.dim() == 5;
-  const int64_t rank = x.dim(), c = last ? x.size(1) : 1;
-  const int64_t d = deep ? x.size(2) : 1, h = x.size(rank - 2), w = x.size(rank - 1);
-  const int64_t out_d = deep ? y.size(2) : 1, out_h = y.size(rank - 2), out_w = y.size(rank - 1);
-  dispatch_dtype(dtype_of(x), [&](auto zero) {
-    using T = decltype(zero);
-    const T* const from = static_cast<const T*>(dense.const_data_ptr());
-    T* const to = static_cast<T*>(y.mutable_data_ptr());
-    parallel(y.numel() / (out_w * c), out_w * c, [&](int64_t row) {
-      const int64_t plane = row / out_h, sample = plane / out_d;
-      const int64_t depth = deep ? std::clamp<int64_t>(plane % out_d - pad[4], 0, d - 1) : 0;
-      const int64_t height = std::clamp<int64_t>(row % out_h - pad[2], 0, h - 1);
-      const T* const first = from + ((sample * d + depth) * h + height) * w * c;
-      T* at = to + row * out_w * c;
-      for (int64_t k = 0; k < pad[0]; ++k) at = std::copy_n(first, c, at);
-      at = std::copy_n(first, w * c, at);
-      for (int64_t k = 0; k < pad[1]; ++k) at = std::copy_n(first + (w - 1) * c, c, at);
-    });
-  });
-  return y;
 }
 
 Tensor max_pool(Tensor x, IntArray kernel, IntArray stride, IntArray padding) {

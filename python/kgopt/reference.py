@@ -174,9 +174,11 @@ def group_norm_conv_ref(
     eps: float,
     gn_act: str,
     *conv: Any,
+    replicate: Sequence[int] = (),
 ) -> Tensor:
-    """:func:`conv_add_ref` of GroupNorm (none with 0 groups) and activations."""
+    """:func:`conv_add_ref` of GroupNorm (none with 0 groups) and activations, padded with its outermost values."""
     z = group_norm_ref(x, num_groups, gn_weight, gn_bias, eps, gn_act) if num_groups else x
+    z = pad_replicate_ref(z, replicate) if replicate else z
     return conv_add_ref(z, *conv)
 
 

@@ -4,6 +4,7 @@
 #include "conv3d/choice/norm_conv.h"
 #include "conv3d/norm_conv/scaled_half.h"
 #include "groupnorm/api/group_norm_api.h"
+#include "groupnorm/passes/normalize_padded.h"
 #include "pointwise/pointwise_api.h"
 #include "pointwise/pointwise_checks.h"
 
@@ -39,6 +40,47 @@ Tensor norm_table(const char* op, const Tensor& x, const Prologue& norm) {
   moments_table_cuda(op, norm.moments ? *norm.moments : of_x, norm.num_groups, norm.weight, norm.bias, norm.eps,
                      table.mutable_data_ptr());
   return table;
+}
+
+PaddedShape padded_shape(const Tensor& x, const IntArray& replicate) {
+  PaddedShape pad;
+  const int rank = static_cast<int>(x.dim()) - 2;
+  for (int i = 0; i < rank; ++i) {
+    const int at = 3 - rank + i;
+    const int64_t before = replicate[2 * (rank - 1 - i)], after = replicate[2 * (rank - 1 - i) + 1];
+    pad.in[at] = static_cast<int32_t>(x.size(2 + i));
+    pad.before[at] = static_cast<int32_t>(before);
+    pad.out[at] = static_cast<int32_t>(x.size(2 + i) + before + after);
+  }
+  return pad;
+}
+
+// Bytes of x, from which reading it twice, for its moments and to normalize it, costs less than a pass for the padding.
+// Below, launches are what takes time.
+constexpr int64_t kPaddedNormBytes = 16 << 20;
+
+// act(group_norm(x)) with its outermost positions repeated around it.
+Tensor normalized_padded(const char* op, const Tensor& x, const Prologue& norm, const std::string& act,
+                         const IntArray& replicate) {
+  if (norm.num_groups > 0 && x.numel() > 0) {
+    NormalizeParams p;
+    p.dims = check_group_norm(op, x, norm.num_groups);
+    p.act = check_act(op, act);
+    const PaddedShape pad = padded_shape(x, replicate);
+    const bool is_large = x.numel() * dtype_size(p.dims.dtype) >= kPaddedNormBytes;
+    if (!normalize_padded_refusal(p, pad) && (norm.moments || is_large)) {
+      const MemoryFormat format = channels_last_format(x.dim());
+      const Tensor dense = aligned(dense_in(x, format)), table = norm_table(op, dense, norm);
+      Tensor z = empty_like_shape(x, check_pad_replicate(op, x, replicate), std::nullopt, format);
+      p.x = dense.const_data_ptr();
+      p.y = z.mutable_data_ptr();
+      p.table = table.const_data_ptr();
+      raise_on_error(op, run_normalize_padded(p, pad, stream_of(x)));
+      return z;
+    }
+  }
+  return pad_replicate_cuda(normalized(x, norm.moments, norm.num_groups, norm.weight, norm.bias, norm.eps, act),
+                            replicate);
 }
 
 bool all_are(const IntArray& list, int64_t value) {
@@ -112,18 +154,23 @@ const char* scaled_half_refusal(const ConvArgs& a, const ConvShape& shape, const
 }
 
 // The convolution in fp16 between two passes, which scale by powers of two. x is read once for the range of its
-// channels, and for its moments with it.
-Tensor conv_scaled_half(const ConvArgs& a, const ConvShape& shape, const Prologue& norm, const ActChain& gn_act,
-                        const OptTensor& residual, double divisor, const ActChain& act) {
+// channels, and for its moments with it. With `replicate` a.x has the sizes of what the convolution reads, and nothing in
+// it.
+Tensor conv_scaled_half(const ConvArgs& a, const ConvShape& shape, const Tensor& given_x, const IntArray& replicate,
+                        const Prologue& norm, const ActChain& gn_act, const OptTensor& residual, double divisor,
+                        const ActChain& act) {
   static const std::string aten = "aten";
   const MemoryFormat format = channels_last_format(a.rank + 2);
-  const Tensor x = aligned(dense_in(a.x, format));
+  const Tensor x = aligned(dense_in(given_x, format));
   const CallOperands operands(a, shape);
   ScaledHalfParams p;
   p.x = static_cast<const float*>(x.const_data_ptr());
   p.n = shape.n;
   p.c = shape.c_in;
-  p.s = shape.in[0] * shape.in[1] * shape.in[2];
+  p.s = 1;
+  for (int64_t i = 2; i < x.dim(); ++i) p.s *= x.size(i);
+  p.pads = !replicate.empty();
+  if (p.pads) p.pad = padded_shape(x, replicate);
   p.sm_count = check_gpu(a.op, x).sm_count;
   if (norm.num_groups > 0) p.act = gn_act;
   p.weight = static_cast<const float*>(operands.weight);
@@ -154,7 +201,7 @@ Tensor conv_scaled_half(const ConvArgs& a, const ConvShape& shape, const Prologu
   }
   Tensor half_y;
   {
-    const Tensor half_x = empty_like_shape(x, sizes_of(x), ScalarType::Half, format);
+    const Tensor half_x = empty_like_shape(x, sizes_of(a.x), ScalarType::Half, format);
     const Tensor half_weight = empty_like_shape(x, sizes_of(a.weight), ScalarType::Half, format);
     p.half_x = half_x.mutable_data_ptr();
     p.half_weight = half_weight.mutable_data_ptr();
@@ -211,23 +258,26 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
                            const Tensor& weight, const OptTensor& bias, const OptTensor& residual,
                            const IntArray& stride, const IntArray& padding, const IntArray& dilation,
                            const IntArray& output_padding, int64_t groups, bool transposed, double divisor,
-                           const std::string& act, const std::string& backend, Tensor* of_result) {
+                           const std::string& act, const IntArray& replicate, const std::string& backend,
+                           Tensor* of_result) {
   check_prologue(op, x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
   const std::string conv_backend = check_norm_conv_backend(op, backend);
+  const bool pads = !replicate.empty();
+  const Tensor seen = pads ? padded_in_name(op, x, replicate) : x;
   const ConvShape shape =
-      check_conv_add(op, x, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
+      check_conv_add(op, seen, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed);
   const ActChain of_norm = check_act(op, gn_act, "gn_act"), of_sum = check_act(op, act);
-  const ConvArgs conv = conv_args(op, static_cast<int>(x.dim()) - 2, x, weight, bias, stride, padding, dilation,
+  const ConvArgs conv = conv_args(op, static_cast<int>(x.dim()) - 2, seen, weight, bias, stride, padding, dilation,
                                   output_padding, groups, transposed, backend);
   {
     const DeviceGuard guard(x.get_device_index());
     NormConvFewParams few;
-    const bool bare = !residual && divisor == 1 && !of_result;
+    const bool bare = !residual && divisor == 1 && !of_result && !pads;
     const NormConvChoice choice =
         choose_kernel(conv, shape, num_groups, moments.has_value(), bare, of_norm, of_sum, &few);
     const Prologue norm{moments, num_groups, gn_weight, gn_bias, eps};
     if (choice.path == NormConvChoice::kScaledHalf) {
-      const Tensor y = conv_scaled_half(conv, shape, norm, of_norm, residual, divisor, of_sum);
+      const Tensor y = conv_scaled_half(conv, shape, x, replicate, norm, of_norm, residual, divisor, of_sum);
       if (of_result) {
         *of_result = allocate_moments(y, shape.c_out);
         channel_moments_cuda(op, y, *of_result);
@@ -253,7 +303,13 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
       return conv_position_rows(conv, shape, *choice.plan, tail, rows);
     }
   }
-  const Tensor z = normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
+  Tensor z;
+  {
+    const DeviceGuard guard(x.get_device_index());
+    const Prologue norm{moments, num_groups, gn_weight, gn_bias, eps};
+    z = pads ? normalized_padded(op, x, norm, gn_act, replicate)
+             : normalized(x, moments, num_groups, gn_weight, gn_bias, eps, gn_act);
+  }
   return run_conv_add(op, z, weight, bias, residual, stride, padding, dilation, output_padding, groups, transposed,
                       divisor, act, conv_backend, of_result);
 }
@@ -261,10 +317,10 @@ Tensor run_group_norm_conv(const char* op, const Tensor& x, const OptTensor& mom
 Tensor group_norm_conv(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
                        double eps, std::string gn_act, Tensor weight, OptTensor bias, OptTensor residual,
                        IntArray stride, IntArray padding, IntArray dilation, IntArray output_padding, int64_t groups,
-                       bool transposed, double divisor, std::string act, std::string backend) {
+                       bool transposed, double divisor, std::string act, IntArray replicate, std::string backend) {
   return run_group_norm_conv("group_norm_conv", x, moments, num_groups, gn_weight, gn_bias, eps, gn_act, weight, bias,
                              residual, stride, padding, dilation, output_padding, groups, transposed, divisor, act,
-                             backend, nullptr);
+                             replicate, backend, nullptr);
 }
 
 std::tuple<Tensor, Tensor> group_norm_conv_moments(Tensor x, OptTensor moments, int64_t num_groups, OptTensor gn_weight,
@@ -272,11 +328,11 @@ std::tuple<Tensor, Tensor> group_norm_conv_moments(Tensor x, OptTensor moments, 
                                                    OptTensor bias, OptTensor residual, IntArray stride,
                                                    IntArray padding, IntArray dilation, IntArray output_padding,
                                                    int64_t groups, bool transposed, double divisor, std::string act,
-                                                   std::string backend) {
+                                                   IntArray replicate, std::string backend) {
   Tensor of_result;
   const Tensor y = run_group_norm_conv("group_norm_conv_moments", x, moments, num_groups, gn_weight, gn_bias, eps,
                                        gn_act, weight, bias, residual, stride, padding, dilation, output_padding,
-                                       groups, transposed, divisor, act, backend, &of_result);
+                                       groups, transposed, divisor, act, replicate, backend, &of_result);
   return {y, of_result};
 }
 

@@ -3,7 +3,7 @@
 
 #include "common/floor.cuh"
 #include "common/pointwise.cuh"
-#include "common/traverse.cuh"
+#include "common/traverse_padded.cuh"
 
 namespace kgopt {
 namespace {
@@ -214,6 +214,10 @@ Status launch_round(const ScaledHalfParams& p, cudaStream_t stream) {
   a.f.scale = p.scale;
   a.f.channels = static_cast<uint32_t>(p.c);
   a.f.act = p.act;
+  if (p.pads) {
+    a.s = int64_t(p.pad.out[0]) * p.pad.out[1] * p.pad.out[2];
+    return launch_elementwise_padded("round_scaled_padded_kernel", a, p.pad, stream);
+  }
   return launch_elementwise("round_scaled_kernel", a, true, stream);
 }
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/activation.h"
+#include "common/padded_shape.h"
 
 namespace kgopt {
 
@@ -26,7 +27,9 @@ struct ScaledHalfParams {
   ActChain act;                  // behind the norm
   float* scale = nullptr;        // [c], of inputs
   double* inverse = nullptr;     // [c], 1 / scale
-  void* half_x = nullptr;        // [n, s, c]
+  void* half_x = nullptr;        // [n, s, c]; with pads [n, pad.out..., c], x's outermost positions repeated around it
+  bool pads = false;
+  PaddedShape pad;
   const float* weight = nullptr;
   int64_t w_stride_out = 0, w_stride_in = 0, w_stride_k[3] = {};
   int64_t c_out = 0, kernel[3] = {1, 1, 1};

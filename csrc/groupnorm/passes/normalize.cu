@@ -1,8 +1,9 @@
 // y = act((pre_act(x) - mean) * rstd * weight + bias + residual), one read of each and one write.
 #include "common/floor.cuh"
 #include "common/pointwise.cuh"
-#include "common/traverse.cuh"
+#include "common/traverse_padded.cuh"
 #include "groupnorm/groupnorm.h"
+#include "groupnorm/passes/normalize_padded.h"
 
 namespace kgopt {
 namespace {
@@ -53,9 +54,9 @@ struct Normalize {
   }
 };
 
-template <typename T, Chain kPre, Chain kAct, bool kResidual = false>
-Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
-  using F = Normalize<T, chain_for<T>(kPre), chain_for<T>(kAct), kResidual>;
+template <typename F>
+ElementwiseArgs<F> args_of(const NormalizeParams& p) {
+  using T = typename F::Element;
   ElementwiseArgs<F> a{};
   a.x = static_cast<const T*>(p.x);
   a.second = static_cast<const T*>(p.residual);
@@ -67,6 +68,13 @@ Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
   a.f.pre = p.pre_act;
   a.f.act = p.act;
   a.f.add_input = p.add_input;
+  return a;
+}
+
+template <typename T, Chain kPre, Chain kAct, bool kResidual = false>
+Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
+  using F = Normalize<T, chain_for<T>(kPre), chain_for<T>(kAct), kResidual>;
+  const ElementwiseArgs<F> a = args_of<F>(p);
   if constexpr (!F::kHasScalars) {
     if (elementwise_size(a, p.dims.channels_last) == 1) {
       return launch_normalize<T, Chain::kAny, Chain::kAny>(p, stream);
@@ -75,7 +83,33 @@ Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
   return launch_elementwise("normalize_kernel", a, p.dims.channels_last, stream, true);
 }
 
+template <typename T, Chain kAct>
+Status launch_padded(const NormalizeParams& p, const PaddedShape& pad, cudaStream_t stream) {
+  ElementwiseArgs<Normalize<T, Chain::kNone, kAct, false>> a = args_of<Normalize<T, Chain::kNone, kAct, false>>(p);
+  a.s = int64_t(pad.out[0]) * pad.out[1] * pad.out[2];
+  return launch_elementwise_padded("normalize_padded_kernel", a, pad, stream);
+}
+
+template <typename T>
+Status launch_padded_chain(const NormalizeParams& p, const PaddedShape& pad, cudaStream_t stream) {
+  switch (chain_kind(p.act)) {
+    case Chain::kNone:
+    case Chain::kRelu: return launch_padded<T, Chain::kRelu>(p, pad, stream);
+    case Chain::kSilu: return launch_padded<T, Chain::kSilu>(p, pad, stream);
+    default: return launch_padded<T, Chain::kAny>(p, pad, stream);
+  }
+}
+
 }  // namespace
+
+Status run_normalize_padded(const NormalizeParams& p, const PaddedShape& pad, cudaStream_t stream) {
+  if (const char* why = normalize_padded_refusal(p, pad)) return Status::Unsupported("normalize_padded_kernel", why);
+  switch (p.dims.dtype) {
+    case Dtype::kFloat32: return launch_padded_chain<float>(p, pad, stream);
+    case Dtype::kBFloat16: return launch_padded_chain<__nv_bfloat16>(p, pad, stream);
+    default: return launch_padded_chain<__half>(p, pad, stream);
+  }
+}
 
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream) {
   if (p.slopes.data) return run_normalize_prelu(p, stream);

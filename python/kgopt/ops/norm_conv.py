@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from kgopt.ops.calls import wants_gradient
 from kgopt.ops.conv_gradients import conv_gradients
 from kgopt.ops.geometry import conv_fake, conv_flops, convolution
 from kgopt.ops.group_norm import affine_gradients, group_norm_backward, group_norm_fwd_formula, mean_and_variance
+from kgopt.ops.pointwise import pad_replicate_fake, pad_replicate_gradient
 from kgopt.ops.registry import OPS, Dims, Op, dims, record
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -34,9 +35,9 @@ def _norm_conv1x1_fake(x, moments, num_groups, gn_weight, gn_bias, eps, act, wei
     return empty(x, [x.shape[0], weight.shape[0], *x.shape[2:]], channels_last=is_channels_last(x))
 
 
-def _norm_conv_fake(x: Tensor, *args: Any, **_: Any) -> Tensor:
+def _norm_conv_fake(x: Tensor, *args: Any, replicate: Sequence[int] = (), **_: Any) -> Tensor:
     _, _, _, _, _, _, weight, _, _, *geometry = args[:15]
-    return conv_fake(x, weight, *geometry)
+    return conv_fake(pad_replicate_fake(x, replicate) if replicate else x, weight, *geometry)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -62,6 +63,7 @@ def _conv_add_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
 def _norm_conv_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     x, _, ctx.num_groups, gn_weight, gn_bias, ctx.eps, ctx.gn_act, weight, bias, residual, *geometry = inputs
     *ctx.geometry, ctx.divisor, ctx.act = geometry
+    ctx.replicate = keywords.get("replicate")
     needed = () if ctx.act == "none" else (bias, residual)  # for the activations' argument
     ctx.save_for_backward(x, gn_weight, gn_bias, weight, *needed)
 
@@ -72,12 +74,16 @@ def _norm_conv_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     norm, z = (ctx.num_groups, gn_weight, gn_bias), x
     if ctx.num_groups:
         z, mean, rstd = OPS.group_norm_fwd(x, *norm, ctx.eps, ctx.gn_act, "none")
+    if ctx.replicate:
+        z = OPS.pad_replicate(z, ctx.replicate)
     if more:
         dy = activation_backward(dy, OPS.conv_add(z, weight, *more, *ctx.geometry, ctx.divisor), ctx.act)
     dy = dy if ctx.divisor == 1 else dy / ctx.divisor
     needs: Any = (any(wants_gradient(ctx, 0, 3, 4)), *wants_gradient(ctx, 7, 8))
     dz, dweight, dbias = conv_gradients(needs, dy, z, weight, tuple(ctx.geometry))
     del z  # it is gone before dx is there
+    if dz is not None and ctx.replicate:
+        dz = pad_replicate_gradient(dz, ctx.replicate, x.shape)
     dx, dgamma, dbeta = dz, None, None
     if dz is not None and ctx.num_groups:
         dx, dgamma, dbeta = group_norm_backward(dz, x, mean, rstd, *norm, ctx.gn_act, "none")
@@ -129,10 +135,14 @@ def conv_backend(backend: str) -> str:
     return "auto" if backend == SCALED_HALF else backend
 
 
-def _norm_conv_formula(x: Tensor, moments: Tensor | None, *args: Any, backend: str) -> Tensor:
+def _norm_conv_formula(
+    x: Tensor, moments: Tensor | None, *args: Any, backend: str, replicate: Sequence[int] = ()
+) -> Tensor:
     """The moments are those of x."""
     num_groups, gn_weight, gn_bias, eps, gn_act, *conv = args
     z = group_norm_fwd_formula(x, num_groups, gn_weight, gn_bias, eps, gn_act)[0] if num_groups else x
+    if replicate:
+        z = as_x_lies(reference.pad_replicate_ref(z, replicate), z)
     return _conv_add_formula(z, *conv, backend=conv_backend(backend))
 
 
@@ -175,10 +185,20 @@ def _norm_conv_low(conv_name: str) -> Callable[..., Any]:
         affine = (groups, cast(gn_weight, torch.float32), cast(gn_bias, torch.float32), eps, act)
         x = cast(x, torch.float32)
         z = OPS.group_norm(x, *affine) if moments is None else OPS.group_norm_moments(x, moments, *affine)
-        options = {**kwargs, "backend": conv_backend(kwargs["backend"])} if "backend" in kwargs else kwargs
+        options = {**kwargs, "backend": conv_backend(kwargs["backend"])} if "backend" in kwargs else {**kwargs}
+        if replicate := options.pop("replicate", None):
+            z = OPS.pad_replicate(z, replicate)
         return conv(cast(z, dtype), *tensors, *args[10:], **options)
 
     return rule
+
+
+def _norm_conv_flops(given: dict[str, Any]) -> int:
+    pad = given.get("replicate") or []
+    x = list(given["x"])
+    for i in range(len(pad) // 2):
+        x[-1 - i] += pad[2 * i] + pad[2 * i + 1]
+    return conv_flops({**given, "x": x})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -213,7 +233,7 @@ _record_with_moments("conv_add_moments", op).autocast = op.autocast
 op = record("group_norm_conv", fake=_norm_conv_fake, formula=_norm_conv_formula)
 op.dims = dims("N N . . . . N", "N")
 op.setup, op.backward = _norm_conv_setup, _norm_conv_backward
-op.flops = conv_flops
+op.flops = _norm_conv_flops
 op.autocast = everywhere(_norm_conv_low("conv_add"))
 _record_with_moments("group_norm_conv_moments", op).autocast = everywhere(_norm_conv_low("conv_add_moments"))
 

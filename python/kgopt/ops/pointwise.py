@@ -34,7 +34,8 @@ def _max_pool_fake(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int],
     return _spatial_fake(x, [(size + 2 * p - k) // s + 1 for size, k, s, p in windows])
 
 
-def _pad_replicate_fake(x: Tensor, pad: Sequence[int]) -> Tensor:
+def pad_replicate_fake(x: Tensor, pad: Sequence[int]) -> Tensor:
+    """The result without values."""
     dims = range(len(pad) // 2 - 1, -1, -1)  # pad has the last dim first
     return _spatial_fake(x, [s + pad[2 * i] + pad[2 * i + 1] for s, i in zip(x.shape[2:], dims, strict=True)])
 
@@ -68,20 +69,27 @@ def _pad_replicate_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> N
 
 
 def _pad_replicate_backward(ctx: Any, dy: Tensor) -> Any:
-    """Each position is the sum of those that it was repeated at, dim by dim: ATen's own adds them with atomics."""
+    return pad_replicate_gradient(dy, ctx.pad, ctx.sizes), None
+
+
+def pad_replicate_gradient(dy: Tensor, pad: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """That of x, of these sizes.
+
+    Each position is the sum of those that it was repeated at, dim by dim: ATen's own adds them with atomics.
+    """
     dtype = dy.dtype
     if dtype in (torch.bfloat16, torch.float16):
         dy = dy.float()
-    for i in range(len(ctx.pad) // 2):
-        before, after = ctx.pad[2 * i : 2 * i + 2]
-        dim, size = dy.dim() - 1 - i, ctx.sizes[-1 - i]
+    for i in range(len(pad) // 2):
+        before, after = pad[2 * i : 2 * i + 2]
+        dim, size = dy.dim() - 1 - i, sizes[-1 - i]
         if size == 1:
             dy = dy.sum(dim, keepdim=True)
         elif before or after:
             first = dy.narrow(dim, 0, before + 1).sum(dim, keepdim=True)
             last = dy.narrow(dim, before + size - 1, after + 1).sum(dim, keepdim=True)
             dy = torch.cat((first, dy.narrow(dim, before + 1, size - 2), last), dim)
-    return dy.to(dtype), None
+    return dy.to(dtype)
 
 
 def _max_pool_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
@@ -180,7 +188,7 @@ op = record(
 )
 op.dims = _SAMPLES_AND_CHANNELS
 
-op = record("pad_replicate", fake=_pad_replicate_fake, formula=_pad_replicate_formula)
+op = record("pad_replicate", fake=pad_replicate_fake, formula=_pad_replicate_formula)
 op.dims = _SAMPLES_AND_CHANNELS
 op.setup, op.backward = _pad_replicate_setup, _pad_replicate_backward
 

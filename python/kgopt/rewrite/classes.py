@@ -32,6 +32,7 @@ class Part:
     # What stands around the forward of an original class.
     wrap: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None
     place: int = 0  # those of a higher one stand around the others
+    around_later: bool = False  # it may stand around the second forward, _kgopt_later, as well
 
 
 _PARTS: dict[str, Part] = {}
@@ -97,7 +98,7 @@ def keep(original: Any, recipe: Any, made: Any) -> None:
 
 def _namespace(original: Any, recipe: Any, stand: Stand) -> dict[str, Any]:
     namespace: dict[str, Any] = {}
-    is_wrapped = False
+    is_wrapped, is_around_later = False, True
     # Wrappers last, whatever the order in which the parts came.
     for name, *rest in sorted(recipe, key=lambda part: _PARTS[part[0]].place):
         part = _PARTS[name]
@@ -106,8 +107,13 @@ def _namespace(original: Any, recipe: Any, stand: Stand) -> dict[str, Any]:
         if part.wrap is not None:
             namespace["forward"] = part.wrap(original, namespace.get("forward", original.forward))
             is_wrapped = True
+            is_around_later = is_around_later and part.around_later
+            if "_kgopt_later" in namespace:
+                namespace["_kgopt_later"] = part.wrap(original, namespace["_kgopt_later"])
     if is_wrapped:
         namespace["forward"] = disguise.running(namespace["forward"], stand("forward"))
+        if "_kgopt_later" in namespace and is_around_later:
+            namespace["_kgopt_later_of"] = namespace["forward"], original.forward
     return namespace
 
 

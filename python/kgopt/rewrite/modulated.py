@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from kgopt.rewrite import originals
 from kgopt.rewrite.chain import PRELU, Chain
 from kgopt.rewrite.glue import plans
-from kgopt.rewrite.meanings import activation_of, activation_of_function, is_identity, untouched
-from kgopt.rewrite.modules import is_as_is, runs_like_sequential
+from kgopt.rewrite.meanings import activation_of, activation_of_function, untouched
+from kgopt.rewrite.modules import does_nothing, is_as_is, runs_like_sequential
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.sums import Later, LaterNorm, Sum, Waiting, given_later, runs_in_order
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
@@ -70,7 +70,8 @@ class Modulation:
         value = given_later(module, tuple(map(self.now, args)), owner, *between)
         if value is None:
             return module(*map(self.now, args))
-        return value if type(value) is not Waiting or _multiplies_as_is() else value.value()
+        is_waiting = type(value) is Waiting and _multiplies_as_is()
+        return value if is_waiting or not isinstance(value, (Waiting, Later)) else value.value()
 
     def step(self, module: Any, value: Any, owner: Any = None, *between: str) -> Any:
         """``module(value)`` of whatever the code has there: an activation behind a norm that waits, a norm that waits
@@ -80,7 +81,7 @@ class Modulation:
             y = self._acted(module, value)
             if y is not None:
                 return y
-            if _does_nothing(module):
+            if does_nothing(module):
                 return value
             value = value.value()
         return self.begin(module, value, owner, *between) if isinstance(module, nn.Module) else module(value)
@@ -92,7 +93,7 @@ class Modulation:
     def through(self, module: Any, value: Any) -> Any:
         """``module(value)``; a module that does nothing lets it wait."""
         if type(value) is Waiting:
-            if _does_nothing(module):
+            if does_nothing(module):
                 return value
             value = value.value()
         return module(value)
@@ -181,10 +182,6 @@ class Modulation:
         site = _followed(later.site.chain.norm, name, name if is_module else operand, "" if is_module else self.method)
         operands = (later.module, later.x) if self.method and not is_module else (later.module, operand, later.x)
         return site.run(*operands) if site.ready(*operands) else None
-
-
-def _does_nothing(module: Any) -> bool:
-    return isinstance(module, nn.Module) and is_identity(module) and is_as_is(module) and not any_global_hooks()
 
 
 def _plus(later: Waiting, other: Any) -> Any:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from kgopt.rewrite import known, originals
-from kgopt.rewrite.disguise import original_class
-from kgopt.rewrite.meanings import conv_of, read_of
-from kgopt.rewrite.watching import is_hooked
+from kgopt.rewrite.disguise import is_made, original_class
+from kgopt.rewrite.meanings import conv_of, is_identity, read_of
+from kgopt.rewrite.watching import any_global_hooks, is_hooked
 
 Path = tuple[str, ...]  # names of children
 _MORE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
@@ -49,6 +49,39 @@ def is_as_is(module: Any) -> bool:
     """Whether a call of a convolution, an activation or a dropout is that of PyTorch's class and no more."""
     original = original_class(module)
     return runs_as_is(module, type(module), original)
+
+
+def does_nothing(module: Any) -> bool:
+    """Whether a call of a module gives its argument back, now, and nobody sees that."""
+    return isinstance(module, nn.Module) and is_identity(module) and is_as_is(module) and not any_global_hooks()
+
+
+def gives_later(module: Any) -> bool:
+    """Whether a class of ours has a second forward, ``_kgopt_later``, that may give what is no tensor yet, and calling
+    that one is all that a call of the module would do. Watching is the caller's business.
+    """
+    cls = type(module)
+    both = getattr(cls, "_kgopt_later_of", None)
+    if both is None or not is_made(cls) or cls.__call__ is not nn.Module.__call__:
+        return False
+    if cls.forward is not both[0] or cls._kgopt_original.forward is not both[1]:
+        return False  # it has another one, or something around it
+    return not is_hooked(module) and not any_global_hooks()
+
+
+def takes_later(module: Any) -> bool:
+    """Whether the forward of a class of ours may be given what is no tensor yet: a norm's value."""
+    if torch.compiler.is_compiling() or not gives_later(module):
+        return False
+    cls = type(module)
+    return cls._kgopt_later_of[1].__code__ is cls._kgopt_takes  # type: ignore[attr-defined]
+
+
+def only_convolves(module: Any) -> bool:
+    """Whether a call of a module with rewritten code pads, convolves, and changes nothing."""
+    if not takes_later(module) or not type(module)._kgopt_only_convolves:
+        return False
+    return all(conv_of(m) is not None and is_as_is(m) for m in module._modules.values())
 
 
 def runs_as_is(module: Any, made: Any, original: Any) -> bool:

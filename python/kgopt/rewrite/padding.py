@@ -22,10 +22,13 @@ from torch import Tensor, nn
 from kgopt._layout import format_of, is_channels_last, memory_format
 from kgopt.rewrite import originals, watching
 from kgopt.rewrite.formats import keeps
+from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.calls import CATS, FUNCTIONS, PAD, geometry_of
 from kgopt.rewrite.glue.kernels import cat_channels_last
+from kgopt.rewrite.glue.plans import Normalized, Repeated, may_plan, plan_of
 from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.modules import is_as_is, is_zero_padding
+from kgopt.rewrite.sums import Later, conv_later
 from kgopt.rewrite.watching import any_global_hooks
 
 _pads_as_is = originals.untouched(*originals.of_function(PAD))
@@ -79,6 +82,11 @@ class Pads:
         """``conv(value, ...)`` in a method of ``owner``."""
         return through(owner, conv, value, *args, **kwargs)
 
+    def give(self, owner: Any, conv: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`through`, or its value for later, for a caller that adds something to it."""
+        later = None if args or kwargs or type(value) is Padded else _later(conv, value)
+        return through(owner, conv, value, *args, **kwargs) if later is None else later
+
     def now(self, value: Any) -> Any:
         """The value, for code that is no such convolution."""
         return _now(value)
@@ -90,7 +98,17 @@ class Pads:
 
 
 def _now(value: Any) -> Any:
-    return value.value() if type(value) is Padded else value
+    return value.value() if isinstance(value, (Padded, Repeated, Normalized)) else value
+
+
+def _later(conv: Any, value: Any) -> Later | None:
+    x = value
+    if type(value) is Repeated:
+        plan = plan_of(conv, value) if may_plan() and isinstance(conv, nn.Module) and is_as_is(conv) else None
+        x = value if plan is not None and value.joins(plan) else value.value()
+    elif type(value) is Normalized and not _reads(conv, value):
+        x = value.value()
+    return conv_later(conv, x)
 
 
 class _Switch(threading.local):
@@ -112,6 +130,8 @@ def as_it_stands() -> Iterator[None]:
 
 def postponed(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """``function(x, ...)``, or, of zero padding and of frames in front of others in inference, its value for later."""
+    if function is PAD and (pad := watching.outside_own_modes(_repeats, x, args, kwargs)) is not None:
+        return Repeated(x, pad, lambda: function(_now(x), *args, **kwargs))
     found = watching.outside_own_modes(_found, function, x, args, kwargs)
     if found is None:
         return function(_now(x), *args, **kwargs)
@@ -137,6 +157,21 @@ def _found(function: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return _of_module(function, x, *args, **kwargs)
     except TypeError:  # arguments that it does not have: it says so itself
         return None
+
+
+def _repeats(x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """What a call of F.pad is given, if it repeats outermost positions and may wait."""
+    given = dict(zip(("pad", "mode", "value"), args, strict=False)) | kwargs
+    pad, is_norm = given.get("pad"), type(x) is Normalized
+    if given.get("mode") != "replicate" or not isinstance(pad, (tuple, list)) or {*map(type, pad)} != {int}:
+        return None
+    if not _pads_as_is() or not (is_norm or (_may_wait() and _is_plain(x))):
+        return None
+    rank = (x.operands[-1] if is_norm else x).dim() - 2
+    if len(given) != len(args) + len(kwargs) or given.get("value") is not None or len(pad) != 2 * rank or min(pad) < 0:
+        return None
+    # Of frames alone, without a norm, what is repeated goes in front in one pass with what else does: Padded.
+    return tuple(pad) if is_norm or any(pad[:4]) else None
 
 
 def _may_wait() -> bool:
@@ -235,6 +270,10 @@ def through(owner: Any, conv: Any, value: Any, *args: Any, **kwargs: Any) -> Any
 
     ``owner``: the module whose code calls it.
     """
+    if type(value) is Normalized:
+        value = value if not args and not kwargs and _reads(conv, value) else value.value()
+    if type(value) is Repeated:
+        return plans.through(conv, value) if not args and not kwargs else conv(value.value(), *args, **kwargs)
     if type(value) is not Padded:
         return conv(value, *args, **kwargs)
     # The convolution alone is called where modes of ours, which may compute it in another way, see it.
@@ -244,6 +283,11 @@ def through(owner: Any, conv: Any, value: Any, *args: Any, **kwargs: Any) -> Any
     function, arguments, is_image = given
     y = function(*arguments)
     return y.unsqueeze(_TIME) if is_image else y
+
+
+def _reads(conv: Any, value: Normalized) -> bool:
+    """Whether a convolution takes what a norm has still to compute."""
+    return isinstance(conv, nn.Module) and is_as_is(conv) and plans.head_plan(conv, value.operands[-1]) is not None
 
 
 def _given(

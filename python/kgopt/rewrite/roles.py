@@ -72,7 +72,7 @@ def role_in_code(root: nn.Module, path: Path) -> Role | None:
         if is_zero_padding(module):
             return ("pad", "", False)
         if getattr(type(module), "_kgopt_later_of", None) is not None:
-            return ("tail", "norm", False)
+            return ("tail", type(module)._kgopt_gives, False)  # type: ignore[attr-defined]
         last: Any = passed_on(module)
         if last is module and not isinstance(last, nn.Sequential):
             return None

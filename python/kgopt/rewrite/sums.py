@@ -19,15 +19,23 @@ from torch import Tensor, nn
 from kgopt import ops as ops
 from kgopt.rewrite import known, originals, watching
 from kgopt.rewrite.chain import PRELU, Chain
-from kgopt.rewrite.disguise import is_made, original_class
+from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import NormArgs
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.glue.later import Upsampled
-from kgopt.rewrite.meanings import activation_of, conv_of, is_identity, untouched
-from kgopt.rewrite.modules import guard_methods, is_as_is, passed_on, runs_like_sequential
+from kgopt.rewrite.meanings import activation_of, conv_of, untouched
+from kgopt.rewrite.modules import (
+    does_nothing,
+    gives_later,
+    guard_methods,
+    is_as_is,
+    only_convolves,
+    passed_on,
+    runs_like_sequential,
+)
 from kgopt.rewrite.roles import kind_of
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
@@ -52,7 +60,8 @@ class Later:
         dtypes and layouts have something to do.
         """
         x, plan = self.x, self.plan
-        x = x.x if type(x) is Upsampled else x.operands[-1] if type(x) is plans.Normalized else x
+        x = x.x if type(x) in (Upsampled, plans.Repeated) else x
+        x = x.operands[-1] if type(x) is plans.Normalized else x
         sizes = plan.sizes if plan is not None else [*x.shape[:2], *(2 * s for s in x.shape[2:])]
         if type(other) is not Tensor or other.dtype is not x.dtype or other.device != x.device:
             return None
@@ -129,21 +138,23 @@ class Waiting:
 
 
 def given_later(module: Any, args: tuple[Any, ...], owner: Any = None, *between: str) -> Any:
-    """What a module gives whose forward ends in a norm: that norm's value for later, or a tensor; None of any other.
+    """What a module gives whose forward ends in a norm, or a convolution: that one's value for later, or a tensor; None
+    of any other.
 
     ``between``: children of ``owner`` that are called while it waits.
     """
-    cls = type(module)
-    both = getattr(cls, "_kgopt_later_of", None)
-    if both is None or not is_made(cls) or cls.__call__ is not nn.Module.__call__:
-        return None
-    if cls.forward is not both[0] or cls._kgopt_original.forward is not both[1]:
-        return None  # it has another one, or something around it
-    if is_hooked(module) or any_global_hooks() or not _adds_as_is() or not _all_change_nothing(owner, between):
+    if not gives_later(module) or not _adds_as_is() or not _all_change_nothing(owner, between):
         return None
     if not torch.compiler.is_compiling() and watching.is_watched():
         return None
-    return cls._kgopt_later(module, *args)
+    return type(module)._kgopt_later(module, *args)  # type: ignore[attr-defined]
+
+
+def conv_later(conv: Any, x: Any) -> Later | None:
+    """What a convolution makes of x, for later, where kgopt adds its bias or computes it."""
+    may_wait = isinstance(conv, nn.Module) and known.get(conv, "glue") is not None and conv_of(conv) is not None
+    plan = plans.plan_of(conv, x) if may_wait and _may_wait(conv) and is_as_is(conv) else None
+    return Later(conv, x, plan) if plan is not None and plan.adds else None
 
 
 _ALONE = {kind: Site(Chain(kind), ("norm",), hands=True) for kind in ("group", "instance")}
@@ -204,11 +215,9 @@ class Sum(Behind):
         if (kind := kind_of(type(module))) is not None:
             return _norm_later(module, x, kind) if _all_change_nothing(owner, between) else module(x)
         if conv_of(module) is not None:
-            # A convolution waits where kgopt adds its bias or computes it.
-            may_wait = known.get(module, "glue") is not None and _may_wait(module) and is_as_is(module)
-            plan = plans.plan_of(module, x) if may_wait else None
-            if plan is not None and plan.adds and _all_change_nothing(owner, between):
-                return Later(module, x, plan)
+            later = conv_later(module, x)
+            if later is not None and _all_change_nothing(owner, between):
+                return later
         elif isinstance(module, nn.Module) and not is_hooked(module) and not any_global_hooks():
             given = given_later(module, (x,), owner, *between)
             if given is not None:
@@ -228,7 +237,7 @@ class Sum(Behind):
     def through(self, module: Any, value: Any) -> Any:
         """``module(value)``; what a module that does nothing gives is for later, too."""
         if isinstance(value, Later):
-            if isinstance(module, nn.Module) and is_identity(module) and is_as_is(module) and not any_global_hooks():
+            if does_nothing(module):
                 return value
             value = value.value()
         return module(value)
@@ -283,8 +292,8 @@ _WRITES_NOTHING = (nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool2d, nn.MaxPool3d, nn.Id
 
 
 def _changes_nothing(module: Any) -> bool:
-    """A convolution, a norm of ours, a pooling, a linear layer, an activation that writes into no input, or Sequentials
-    of such; where there is none, nothing is called.
+    """A convolution, perhaps padded, a norm of ours, a pooling, a linear layer, an activation that is not inplace, or
+    Sequentials of such; where there is none, nothing is called.
     """
     if module is None or (conv_of(module) is not None and is_as_is(module)):
         return True
@@ -292,6 +301,8 @@ def _changes_nothing(module: Any) -> bool:
         return not is_hooked(module)
     if not isinstance(module, nn.Module):
         return False
+    if only_convolves(module):
+        return True
     if activation_of(module) is not None:
         return is_as_is(module) and not getattr(module, "inplace", False)
     module = passed_on(module)

@@ -118,10 +118,15 @@ def few(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any]) -> 
     return _OPS.group_norm_conv(x, None, 0, None, None, 0.0, "none", weight, bias, None, *rest)  # type: ignore[no-any-return]
 
 
-def scaled(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any) -> Tensor:
-    """A wide convolution of fp32 tensors in fp16, scaled by powers of two; ``rest``: as of conv_add."""
+def scaled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any, replicate: Sequence[int] = ()
+) -> Tensor:
+    """A wide convolution of fp32 tensors in fp16, scaled by powers of two; ``rest``: as of conv_add.
+
+    ``replicate``: of x with its outermost positions repeated around it, as F.pad has them.
+    """
     args = x, None, 0, None, None, 0.0, "none", weight, bias, residual, *rest
-    return _OPS.group_norm_conv(*args, backend=ops.SCALED_HALF)  # type: ignore[no-any-return]
+    return _OPS.group_norm_conv(*args, replicate=list(replicate), backend=ops.SCALED_HALF)  # type: ignore[no-any-return]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

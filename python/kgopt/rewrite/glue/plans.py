@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kgopt import ops as ops
-from kgopt._layout import as_channels_last, is_dense_channels_last
+from kgopt._layout import as_channels_last, format_of, is_dense_channels_last
 from kgopt.rewrite import carry, known, verdicts, watching
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.formats import keeps
@@ -92,11 +92,17 @@ PLANS = 64  # of a module, after which new kinds of inputs are PyTorch's
 def plan_of(conv: Any, x: Any) -> ConvPlan | None:
     """The plan for this call; None where PyTorch's code must run. Only with gradients off and nobody looking on.
 
-    x may be :class:`~kgopt.rewrite.glue.later.Upsampled` or :class:`Normalized`: is there one op for both?
+    x may be :class:`~kgopt.rewrite.glue.later.Upsampled`, :class:`Repeated` or :class:`Normalized`: is there one op for
+    both?
     """
     if not is_own_conv(conv):
         return None
     factors: tuple[int, ...] = ()
+    pad: tuple[int, ...] = ()
+    if type(x) is Repeated:
+        if x.made is not None or torch.compiler.is_compiling():
+            return None
+        x, pad = x.x, x.pad
     if type(x) is Upsampled:
         if x.made is not None or torch.compiler.is_compiling():
             return None
@@ -117,15 +123,25 @@ def plan_of(conv: Any, x: Any) -> ConvPlan | None:
         return None
     if bias is not None and (type(bias) is not nn.Parameter or bias.dtype is not x.dtype):
         return None
-    key = (x.shape, x.stride(), x.dtype, x.device, weight.stride(), factors)
+    key = (x.shape, x.stride(), x.dtype, x.device, weight.stride(), factors, pad)
     plan: ConvPlan | None = state.plans.get(key)
     module = (conv.stride, conv.padding, conv.dilation, conv.output_padding, conv.groups, conv.padding_mode)
     if plan is None or plan.module != module:
         if len(state.plans) >= PLANS:
             return None
-        made = _make_upsampled_plan(conv, x, module, state, factors) if factors else _make_plan(conv, x, module, state)
-        plan = state.plans[key] = made
+        if factors:
+            plan = _make_upsampled_plan(conv, x, module, state, factors)
+        else:
+            plan = _make_plan(conv, _padded_in_name(x, pad) if pad else x, module, state)
+        state.plans[key] = plan
     return plan if plan.option else None
+
+
+def _padded_in_name(x: Tensor, pad: tuple[int, ...]) -> Tensor:
+    """A tensor of the padded sizes, without values."""
+    sizes = [*x.shape[:2], *(s + sum(pad[2 * i : 2 * i + 2]) for i, s in enumerate(reversed(x.shape[2:])))]
+    sizes[2:] = reversed(sizes[2:])
+    return torch.empty(sizes, dtype=x.dtype, device=x.device, memory_format=format_of(x))
 
 
 def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) -> ConvPlan:
@@ -225,6 +241,10 @@ def run_plan(
         return x.site.run_with_head(x.norm, x.operands[-1], conv, plan.option, plan.rest, residual, divisor, act)  # type: ignore[no-any-return]
     if torch.compiler.is_compiling():
         return _emit_plan(conv, x, plan, residual, divisor, act)
+    if type(x) is Repeated:
+        if x.joins(plan):
+            return _run_repeated(conv, x, plan, residual, divisor, act)
+        x = x.value()
     parameters = conv._parameters
     weight, bias = parameters["weight"], parameters["bias"]
     if plan.upsampled:
@@ -253,6 +273,22 @@ def run_plan(
     return y  # type: ignore[no-any-return]
 
 
+def _run_repeated(conv: Any, x: Repeated, plan: ConvPlan, residual: Tensor | None, divisor: float, act: str) -> Tensor:
+    """Padding and convolution, and a norm in front, as one op."""
+    if type(x.x) is not Normalized:
+        parameters, tail = conv._parameters, (*plan.rest, divisor, act)
+        with below_autograd():
+            return kernels.scaled(x.x, parameters["weight"], parameters["bias"], residual, *tail, replicate=x.pad)
+    carrier = plan.carrier
+    carries = carrier is not None and carrier.on
+    how = residual, divisor, act, x.pad, carries
+    y = x.x.site.run_with_head(x.x.norm, x.x.operands[-1], conv, plan.option, plan.rest, *how)
+    y, moments = y if carries else (y, None)
+    if carrier is not None:
+        carry.leave(y, carrier, moments)
+    return y  # type: ignore[no-any-return]
+
+
 _conv_add, _conv_add_moments = map(ops.without_grad, ("conv_add", "conv_add_moments"))
 
 
@@ -275,6 +311,11 @@ def head_plan(conv: Any, x: Tensor) -> ConvPlan | None:
 
 def through(conv: Any, value: Any) -> Any:
     """``conv(value)``, where value may be one that waits: then as one op, if that is the faster way."""
+    if type(value) is Repeated:
+        plan = plan_of(conv, value) if may_plan() and _may_read(conv) else None
+        if plan is None or not value.joins(plan):
+            return conv(value.value())
+        return watching.outside_own_modes(run_plan, conv, value, plan)
     if type(value) is not Upsampled:
         return conv(value)
     if torch.compiler.is_compiling():
@@ -327,11 +368,14 @@ def _may_read(conv: Any) -> bool:
 
 
 class Normalized:
-    """What a norm and its activation make of x, for later: the forward of a convolution alone reads it."""
+    """What a norm and its activation make of x, for later: the forward of a convolution alone reads it.
+
+    ``plan``: of that convolution, where it is known.
+    """
 
     __slots__ = ("norm", "operands", "plan", "site")
 
-    def __init__(self, site: Any, norm: Any, operands: tuple[Any, ...], plan: ConvPlan) -> None:
+    def __init__(self, site: Any, norm: Any, operands: tuple[Any, ...], plan: ConvPlan | None) -> None:
         self.site = site
         self.norm = norm
         self.operands = operands
@@ -341,9 +385,40 @@ class Normalized:
         """``conv`` of it, as one op if nothing has changed since."""
         x = self.operands[-1]
         plan = head_plan(conv, x)
-        if plan is not None and plan.option == self.plan.option:
+        if plan is not None and (self.plan is None or plan.option == self.plan.option):
             return run_plan(conv, self, plan)
-        return forward(conv, self.site.run(*self.operands))
+        return forward(conv, self.value())
+
+    def value(self) -> Tensor:
+        """The tensor."""
+        return self.site.run(*self.operands)  # type: ignore[no-any-return]
+
+
+class Repeated:
+    """x, a tensor or :class:`Normalized`, with its outermost positions repeated around it, for later: a convolution
+    alone reads it.
+    """
+
+    __slots__ = ("compute", "made", "pad", "x")
+
+    def __init__(self, x: Any, pad: tuple[int, ...], compute: Callable[[], Tensor]) -> None:
+        self.x = x
+        self.pad = pad
+        self.compute = compute  # the call that stands in the code
+        self.made: Tensor | None = None
+
+    def value(self) -> Tensor:
+        """The tensor: the same one whenever it is asked for."""
+        if self.made is None:
+            self.made = self.compute()
+        return self.made
+
+    def joins(self, plan: ConvPlan) -> bool:
+        """Whether one op pads, and normalizes, for a convolution."""
+        is_norm = type(self.x) is Normalized
+        x = self.x.operands[-1] if is_norm else self.x
+        fits = plan.option == "scaled" or (is_norm and plan.option in ("own", "bias"))
+        return fits and is_dense_channels_last(x)
 
 
 def with_activation(conv: Any, act: Any, x: Any) -> Tensor | None:

@@ -317,4 +317,4 @@ def _wrap(original: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
     return conv_forward(forward) if original in CONV_MODULES else wrapped_forward(forward)
 
 
-classes.add_part("glue", Part(wrap=_wrap, place=1))
+classes.add_part("glue", Part(wrap=_wrap, place=1, around_later=True))

@@ -25,6 +25,7 @@ chains       chains become sites
 modulated    norms whose value is scaled and shifted by sample
 sums         sums of what convolutions give
 waiting      values that may wait for the convolution that reads them
+heads        norms whose value a convolution reads
 upsampled    nearest upsampling whose value a convolution reads
 padded       padding, and frames in front, that a convolution reads
 formats      ``x.contiguous()`` that may keep channels_last
@@ -55,6 +56,7 @@ from kgopt.rewrite.source.chains import Chains, Found
 from kgopt.rewrite.source.code import CannotRewriteError, own_methods, parse, rebuild, redecorated, undecorated
 from kgopt.rewrite.source.expressions import text_of
 from kgopt.rewrite.source.formats import keep_formats
+from kgopt.rewrite.source.heads import Heads
 from kgopt.rewrite.source.inherited import inherit, inherited_calls
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.modulated import Modulations
@@ -90,15 +92,16 @@ def _method(function: types.FunctionType, role: Callable[[Path], Role | None]) -
 
 
 def _rewrite(method: Method, gives: bool = False) -> Found:
-    """Puts all sites into a method's tree; what it holds. ``gives``: it may return a norm's value for later."""
+    """Puts all sites into a method's tree; what it holds. ``gives``: it may return a value for later."""
     sink(method, method.tree.body)
     found = Chains(method).run()
+    Heads(method).run()
     modulations = Modulations(method, gives)
     modulations.run()
     sums = Sums(method)
     sums.run(method.tree.body)
     Upsamplings(method).run()
-    found.pads = Paddings(method).run()
+    found.pads = Paddings(method, gives).run()
     sums.activate(method.tree.body)
     for path, chain in (*modulations.chains(), *sums.chains()):
         found.chains.setdefault(path, []).append(chain)
@@ -107,9 +110,9 @@ def _rewrite(method: Method, gives: bool = False) -> Found:
 
 
 def _giving(name: str, method: Method, role: Callable[[Path], Role | None]) -> Method | None:
-    """The same forward, with the value of a norm at its end for later; None where there is none."""
+    """The same forward, with the value of a norm or a convolution at its end for later; None where there is none."""
     has_norm = any(kind == "norm" or (kind, what) == ("tail", "norm") for kind, what, _ in method.used_roles.values())
-    if name != "forward" or not has_norm:
+    if name != "forward" or not (has_norm or method.may_give):
         return None
     other = Method(method.code, role, parse(method.code))
     _rewrite(other, gives=True)
@@ -183,6 +186,9 @@ def rewritten_methods(cls: type, recipe: dict[str, Roles], stand: Stand) -> dict
         if giving is not None:
             made["_kgopt_later"] = rebuild(giving.code, giving.tree, giving.sites, stand(name), inside=True)
             made["_kgopt_later_of"] = function, function
+            made["_kgopt_gives"] = "conv" if giving.may_give else "norm"
+            made["_kgopt_only_convolves"] = giving.only_convolves
+            made["_kgopt_takes"] = function.__code__ if giving.takes else None
         if method.sites:
             inside, standing = method.code is not function, stand(name)
             new = rebuild(method.code, method.tree, method.sites, standing, inside)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kgopt.rewrite.formats import Keep
-from kgopt.rewrite.glue.heads import FollowedSite
+from kgopt.rewrite.glue.heads import FollowedSite, Normalizations
 from kgopt.rewrite.meanings import describe_function
 from kgopt.rewrite.modulated import Modulation
 from kgopt.rewrite.padding import Pads
@@ -40,7 +40,7 @@ class Inherited:
 
 
 Replacement = (
-    Inherited | FollowedSite | Sum | Activated | Modulation | Keep | Wait | Pads
+    Inherited | FollowedSite | Normalizations | Sum | Activated | Modulation | Keep | Wait | Pads
 )  # what a rewritten method calls
 _LOOKS_AT_LOCALS = {"locals", "vars", "dir", "eval", "exec", "globals", "breakpoint"}
 
@@ -57,6 +57,9 @@ class Method:
         self.sites: dict[str, Replacement] = {}
         self.used_roles: dict[str, Role] = {}
         self.gives = False  # it may return what is no tensor yet
+        self.may_give = False  # what a convolution makes
+        self.takes = False  # it may be given what is no tensor yet
+        self.only_convolves = False  # it pads and convolves that, and does nothing else
         arguments = self.tree.args
         self.owner = "".join(function.__qualname__.split(".")[-2:-1])
         self.self_name = (arguments.posonlyargs + arguments.args)[0].arg

@@ -16,7 +16,8 @@ from kgopt.rewrite.modules import is_zero_padding
 from kgopt.rewrite.padding import Pads
 from kgopt.rewrite.source.code import own_methods
 from kgopt.rewrite.source.expressions import constant, is_plain
-from kgopt.rewrite.source.waiting import Waiting
+from kgopt.rewrite.source.method import Method
+from kgopt.rewrite.source.waiting import Block, Paths, Waiting
 
 _CONVS = ("conv2d", "conv3d")
 _FUNCTIONS = (torch.conv2d, torch.conv3d)
@@ -49,6 +50,42 @@ class Paddings(Waiting):
     """Those of one method."""
 
     prefix, site, may_follow = "pad", Pads, True
+
+    def __init__(self, method: Method, gives: bool = False) -> None:
+        super().__init__(method)
+        self._gives = gives  # what a convolution makes may be returned for later
+
+    def run(self) -> bool:
+        """Writes them; whether there are any."""
+        has_any = super().run()
+        self.method.only_convolves = self.method.takes and self.is_all
+        for node in ast.walk(self.method.tree):
+            if has_any and isinstance(node, ast.Return) and self._is_of_child(node.value):
+                self.method.may_give = True
+                if self._gives:
+                    node.value.func.attr = "give"  # type: ignore[union-attr]
+                    self.method.gives = True
+        return has_any
+
+    def _is_of_child(self, e: Any) -> bool:
+        """``site.through(self, self.conv, h)``."""
+        func = e.func if isinstance(e, ast.Call) and len(e.args) > 1 else None
+        is_through = isinstance(func, ast.Attribute) and func.attr == "through" and isinstance(func.value, ast.Name)
+        return is_through and func.value.id == self.name and bool(self.method.path(e.args[1]))  # type: ignore[union-attr]
+
+    def given(self, body: Block) -> dict[int, tuple[ast.stmt, ast.Call | None]]:
+        """Those of ``self.conv(F.pad(x, ...))``, where x is the argument and nothing else reads it."""
+        arguments = self.method.tree.args
+        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+        begins = self.begun or any(True for _ in self._nested(body))
+        if self.method.code.__name__ != "forward" or len(names) < 2 or names[1] in self.method.hidden or not begins:
+            return {}
+        paths = Paths(self, names[1])
+        paths.follow(body, 0)
+        if not paths.passes or paths.stops or paths.skips:
+            return {}
+        self.method.takes = True
+        return paths.passes
 
     def begins(self, e: Any) -> bool:
         """``F.pad(x, ...)``, ``self.pad(x)``, ``torch.cat([cache, x], dim=2)``."""

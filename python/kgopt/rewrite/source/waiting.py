@@ -32,6 +32,7 @@ class Waiting(ABC):
 
     def __init__(self, method: Method) -> None:
         self.method = method
+        self.is_all = False  # a value waits wherever there is one, and what a convolution makes of it is returned
         self.name = f"_kgopt_{self.prefix}_{len(method.sites)}"
         self.live = liveness(method.tree.body)
 
@@ -43,9 +44,25 @@ class Waiting(ABC):
     def convolves(self, e: Any) -> bool:
         """Whether an expression is a call of a convolution that may read one, as its first argument."""
 
+    def given(self, body: Block) -> dict[int, tuple[ast.stmt, ast.Call | None]]:
+        """Statements that give a convolution what a caller gives the method, which may wait already."""
+        return {}
+
     def takes(self, e: ast.Call) -> ast.expr | None:
         """What a call reads that is given the value as it is, if there is such a call."""
         return None
+
+    def skips(self, e: ast.expr) -> bool:
+        """Whether an expression is a call that may give its first argument back as it is, and let it wait on."""
+        return False
+
+    def value_of(self, call: ast.Call) -> ast.expr:
+        """What a convolution reads."""
+        return call.args[0]
+
+    def accepts(self, e: ast.expr, paths: Paths) -> bool:
+        """Whether what ``e`` makes may wait along these paths, on which a convolution reads it."""
+        return True
 
     def before_conv(self) -> list[ast.expr]:
         """What the site is told in front of the convolution."""
@@ -56,31 +73,37 @@ class Waiting(ABC):
         body = self.method.tree.body
         passes: dict[int, tuple[ast.stmt, ast.Call | None]] = {}
         stops: dict[tuple[int, str], _Stop] = {}
+        skips: dict[int, tuple[ast.stmt, ast.Call]] = {}
         self.begun: dict[int, tuple[ast.stmt, ast.Call]] = {}
         # The last ones first: what reads a value may make another one.
         for path in reversed(list(self._assignments(body, []))):
             block, k = path[-1]
             statement: Any = block[k]
-            found = _Paths(self, str(self.method.target(statement)))
+            found = Paths(self, str(self.method.target(statement)))
             is_waiting = True
             for outer, i in reversed(path):
                 is_waiting = is_waiting and found.follow(outer, i + 1)
-            if found.passes:
+            if found.passes and self.accepts(statement.value, found):
                 self.begun[id(statement)] = statement, statement.value
                 passes |= found.passes
                 stops |= found.stops
+                skips |= found.skips
+        passes |= self.given(body)
         # What is written copies what it holds, so that this has to be written by then.
         inner = list(self._nested(body))
         for statement, call in passes.values():
             if call is not None:
-                replace(statement, call, self._through(call, call.args[0]))
+                replace(statement, call, self._through(call, self.value_of(call)))
+        for statement, call in skips.values():
+            replace(statement, call, self._skip(call))
         for statement, call in reversed(inner):
-            replace(statement, call, self._through(call, self._begin(call.args[0])))
+            replace(statement, call, self._through(call, self._begin(self.value_of(call))))
         for statement, call in self.begun.values():
             replace(statement, call, self._begin(call))
         for (_, name), (block, before, given) in stops.items():
             made = call_of(self.name, "now" if len(given) == 1 else "beside", given, before)
             block.insert([s is before for s in block].index(True), assign(name, made, before))
+        self.is_all = not stops and all(isinstance(s, ast.Return) for s, call in passes.values() if call is not None)
         has_any = bool(self.begun or inner)
         if has_any:
             self.method.sites[self.name] = self.site()
@@ -96,6 +119,9 @@ class Waiting(ABC):
         made = call_of(self.name, "through", [*self.before_conv(), call.func, value, *call.args[1:]], call)
         made.keywords = copy.deepcopy(call.keywords)
         return made
+
+    def _skip(self, call: ast.Call) -> ast.Call:
+        return call_of(self.name, "skip", [call.func, *call.args], call)
 
     def _assignments(self, body: Block, outside: list[tuple[Block, int]]) -> Iterator[list[tuple[Block, int]]]:
         """Statements that only assign such a value, outside of loops, as the blocks and places that lead to them."""
@@ -118,11 +144,11 @@ class Waiting(ABC):
             if inner:
                 continue
             for e in ast.walk(statement):
-                if self.convolves(e) and self.begins(e.args[0]):  # type: ignore[attr-defined]
+                if self.convolves(e) and self.begins(self.value_of(e)):  # type: ignore[arg-type]
                     yield statement, e  # type: ignore[misc]
 
 
-class _Paths:
+class Paths:
     """Where the value of a variable goes from the statement that makes it."""
 
     def __init__(self, waiting: Waiting, name: str) -> None:
@@ -131,6 +157,7 @@ class _Paths:
         self.name = name
         self.passes: dict[int, tuple[ast.stmt, ast.Call | None]] = {}  # statements that give it to a convolution, by id
         self.stops: dict[tuple[int, str], _Stop] = {}  # those before which it has to be a tensor, or perhaps has to
+        self.skips: dict[int, tuple[ast.stmt, ast.Call]] = {}  # those that may leave it as it is, by id
 
     def follow(self, block: Block, start: int) -> bool:
         """Goes through a block; whether the value may still wait at its end."""
@@ -139,6 +166,9 @@ class _Paths:
             if passed is not None:
                 self.passes[id(s)] = passed
                 return False
+            if self._skips(s):
+                self.skips[id(s)] = s, s.value  # type: ignore[attr-defined]
+                continue
             is_read = self.name in reads(s)
             if isinstance(s, ast.If) and self._is_quiet(s.test) and self.name not in reads(s.test):
                 waits = [self.follow(s.body, 0), self.follow(s.orelse, 0)]
@@ -171,17 +201,27 @@ class _Paths:
         may_live = isinstance(s, ast.Return) or target == self.name
         if not may_live and (target is None or self.name in self.of.live.after.get(id(s), {self.name})):
             return None
-        if self.of.may_follow and id(s) in self.of.begun and self._is_it(self.of.begun[id(s)][1].args[0]):
+        if self.of.may_follow and id(s) in self.of.begun and self._begins_with_it(self.of.begun[id(s)][1]):
             return s, None
         for e in ast.walk(s.value):
             if not isinstance(e, ast.Call) or not evaluated_first(s.value, e):
                 continue
-            if self.of.convolves(e) and self._is_it(e.args[0]):
+            if self.of.convolves(e) and self._is_it(self.of.value_of(e)):
                 return s, e
+            if self.of.may_follow and self.of.convolves(e) and self._begins_with_it(self.of.value_of(e)):
+                return s, None
             taken = self.of.takes(e)
             if taken is not None and self._is_it(taken):
                 return s, None
         return None
+
+    def _begins_with_it(self, e: Any) -> bool:
+        return self.of.begins(e) and self._is_it(e.args[0])
+
+    def _skips(self, s: ast.stmt) -> bool:
+        """``h = self.dropout(h)``."""
+        value: Any = getattr(s, "value", None)
+        return self.method.target(s) == self.name and self.of.skips(value) and self._is_it(value.args[0])
 
     def _is_it(self, e: ast.expr) -> bool:
         return isinstance(e, ast.Name) and e.id == self.name

@@ -1,0 +1,117 @@
+"""Norms whose value a convolution reads, though not in the next statement: see :mod:`kgopt.rewrite.glue.heads`.
+
+h = self.act(self.norm(h))              h = _kgopt_0.run_later(self.conv, True, (self.dropout,), self.norm, self.act, h)
+h = self.dropout(h)                     h = _kgopt_head_1.skip(self.dropout, h)
+return x + self.conv(h)                 return x + self.conv(h)
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from kgopt.rewrite.glue.heads import FollowedSite, Normalizations
+from kgopt.rewrite.source.expressions import call_of
+from kgopt.rewrite.source.method import Method
+from kgopt.rewrite.source.waiting import Paths, Waiting
+
+
+class Heads(Waiting):
+    """Those of one method, whose chains are written."""
+
+    prefix, site = "head", Normalizations
+
+    def __init__(self, method: Method) -> None:
+        super().__init__(method)
+        self._ends: dict[int, list[ast.expr]] = {}  # by the expression that makes a value: what run_later is told
+
+    def begins(self, e: Any) -> bool:
+        """What a chain computes, with no convolution in the next statement; also in calls that may do nothing."""
+        run = _run_of(self._inside(e))
+        if run is None or not isinstance(self.method.sites.get(run.func.value.id), FollowedSite):
+            return False
+        return run.func.attr == "run" or (run.func.attr == "run_before" and self._kind(run.args[0]) == "same")
+
+    def convolves(self, e: Any) -> bool:
+        """``self.conv(h)``, ``self.conv(self.dropout(h))``; also of a module that pads and convolves."""
+        return _has_one_argument(e) and self._kind(e.func) in ("conv", "tail")
+
+    def skips(self, e: Any) -> bool:
+        """``self.dropout(h)``."""
+        return _has_one_argument(e) and self._kind(e.func) == "same"
+
+    def value_of(self, call: ast.Call) -> ast.expr:
+        """Without the calls around it that may do nothing."""
+        return call.args[0] if self.begins(call.args[0]) else self._inside(call.args[0])
+
+    def accepts(self, e: ast.expr, paths: Paths) -> bool:
+        """Where all paths lead to one convolution."""
+        calls = [call for _, call in paths.passes.values() if call is not None]
+        if len({ast.unparse(call.func) for call in calls}) != 1:
+            return False
+        self._note(e, calls, [call for _, call in paths.skips.values()], alone=not paths.stops)
+        return True
+
+    def _nested(self, body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.Call]]:
+        for statement, call in super()._nested(body):
+            self._note(self.value_of(call), [call], [], alone=True)
+            yield statement, call
+
+    def _note(self, e: ast.expr, calls: list[ast.Call], skips: list[ast.Call], alone: bool) -> None:
+        around = [*self._around(e), *skips, *(part for call in calls for part in self._around(call.args[0]))]
+        modules = {ast.unparse(part.func): part.func for part in around}
+        between = ast.Tuple(list(modules.values()), ast.Load())
+        self._ends[id(e)] = [calls[0].func, *(ast.copy_location(n, e) for n in (ast.Constant(alone), between))]
+
+    def _begin(self, e: Any) -> Any:
+        inside = self._inside(e)
+        made, run = copy.copy(inside), _run_of(inside)
+        given = run.args[1:] if run.func.attr == "run_before" else run.args
+        later = call_of(run.func.value.id, "run_later", [*self._ends[id(e)], *given], run)
+        if run is inside:
+            made = later
+        else:
+            made.body = later
+        return self._skipped(e, made)
+
+    def _through(self, call: ast.Call, value: ast.expr) -> ast.Call:
+        made = copy.copy(call)
+        made.args = [value if self.begins(call.args[0]) else self._skipped(call.args[0], value)]
+        return made
+
+    def _skipped(self, e: ast.expr, value: ast.expr) -> ast.expr:
+        """An expression with another value in the calls that may do nothing."""
+        for part in reversed(self._around(e)):
+            value = call_of(self.name, "skip", [part.func, value], part)
+        return value
+
+    def _around(self, e: Any) -> list[ast.Call]:
+        """The calls of an expression that may do nothing, the outer ones first."""
+        found: list[ast.Call] = []
+        while self.skips(e):
+            found.append(e)
+            e = e.args[0]
+        return found
+
+    def _inside(self, e: Any) -> Any:
+        """What is in them."""
+        around = self._around(e)
+        return around[-1].args[0] if around else e
+
+    def _kind(self, e: ast.expr) -> str:
+        path = self.method.path(e)
+        role = self.method.role(path) if path else None
+        return "" if role is None else role[0]
+
+
+def _has_one_argument(e: Any) -> bool:
+    return isinstance(e, ast.Call) and len(e.args) == 1 and not e.keywords and not isinstance(e.args[0], ast.Starred)
+
+
+def _run_of(e: Any) -> Any:
+    """The call of a site in ``site.run(...) if site.ready(...) else ...``, or itself; None: something else."""
+    run: Any = e.body if isinstance(e, ast.IfExp) else e
+    is_method = isinstance(run, ast.Call) and isinstance(run.func, ast.Attribute)
+    return run if is_method and isinstance(run.func.value, ast.Name) else None
