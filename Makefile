@@ -15,6 +15,8 @@ PIP     := $(PY) -m pip --disable-pip-version-check
 # The newest wheel of dist/, looked up when a recipe runs.
 WHEEL    = $$(ls -t dist/kgopt-*.whl | head -n 1)
 ARGS    ?=
+# The package has no __main__.
+CLANG_FORMAT = $(PY) -c 'from clang_format import clang_format; clang_format()'
 CMAKE_PYTHON = -DPython_EXECUTABLE=$$($(PY) -c 'import sys; print(sys.executable)')
 JOBS    ?= $(or $(MAX_JOBS),$(shell nproc))
 # More processes would crowd a small GPU's memory.
@@ -118,7 +120,7 @@ lint: $(ENV) ## ruff, mypy, clang-format and the source rules; changes nothing
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
-	@git ls-files --cached --others --exclude-standard 'csrc/*' | grep -E '\.(cu|cuh|h|cpp)$$' | xargs $(PY) -m clang_format --dry-run --Werror
+	@git ls-files --cached --others --exclude-standard 'csrc/*' | grep -E '\.(cu|cuh|h|cpp)$$' | xargs $(CLANG_FORMAT) --dry-run --Werror
 	@$(PY) scripts/check_sources.py
 	@$(PY) scripts/import_circles.py
 
@@ -126,7 +128,7 @@ format: $(ENV) ## ruff and clang-format, in place
 	@$(PIP) install -q --group lint
 	@$(PY) -m ruff check --fix-only -q .
 	@$(PY) -m ruff format -q .
-	@git ls-files --cached --others --exclude-standard 'csrc/*' | grep -E '\.(cu|cuh|h|cpp)$$' | xargs $(PY) -m clang_format -i
+	@git ls-files --cached --others --exclude-standard 'csrc/*' | grep -E '\.(cu|cuh|h|cpp)$$' | xargs $(CLANG_FORMAT) -i
 
 docs: ## the documentation as a site in build/site; a warning is an error
 	@test -x build/docs-env/bin/python || $(BASE_PYTHON) -m venv build/docs-env

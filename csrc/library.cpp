@@ -106,8 +106,8 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "group_norm_conv1x1(Tensor x, Tensor? moments, int num_groups, Tensor? gn_weight, Tensor? gn_bias, float eps, "
       "str act, Tensor weight, Tensor? bias) -> Tensor");
-  // conv_add of act(group_norm(x)): gn_act follows the norm, act the sum; replicate: its outermost positions are repeated
-  // around it, as F.pad has them, behind gn_act.
+  // conv_add of act(group_norm(x)): gn_act follows the norm, act the sum; replicate: its outermost positions are
+  // repeated around it, as F.pad has them, behind gn_act.
   m.def(
       "group_norm_conv(Tensor x, Tensor? moments, int num_groups, Tensor? gn_weight, Tensor? gn_bias, float eps, "
       "str gn_act, Tensor weight, Tensor? bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, "

@@ -58,8 +58,9 @@ inline constexpr unsigned kTraverseFewRows = 1024;
 // ---------------------------------------------------------------------------------------------------------------------
 // Element by element. A functor has: Element, kInputs (1 or 2), Coef, `Coef load(int64_t row)` and
 // `void apply(coef, const Acc (&x)[kSize], const Acc (&second)[kSize], Acc (&y)[kSize])`, where coef(j) is the Coef of
-// element j. Where no vectors fit, only the functors with kHasScalars are compiled: those that take any chain. A functor
-// may have an Input or an Output, types of x or y that are narrower than Element, by which vectors are measured.
+// element j. Where no vectors fit, only the functors with kHasScalars are compiled: those that take any chain. A
+// functor may have an Input or an Output, types of x or y that are narrower than Element, by which vectors are
+// measured.
 
 template <typename F, typename = void>
 struct InputOf {

@@ -154,8 +154,8 @@ const char* scaled_half_refusal(const ConvArgs& a, const ConvShape& shape, const
 }
 
 // The convolution in fp16 between two passes, which scale by powers of two. x is read once for the range of its
-// channels, and for its moments with it. With `replicate` a.x has the sizes of what the convolution reads, and nothing in
-// it.
+// channels, and for its moments with it. With `replicate` a.x has the sizes of what the convolution reads, and nothing
+// in it.
 Tensor conv_scaled_half(const ConvArgs& a, const ConvShape& shape, const Tensor& given_x, const IntArray& replicate,
                         const Prologue& norm, const ActChain& gn_act, const OptTensor& residual, double divisor,
                         const ActChain& act) {
