@@ -2,7 +2,6 @@
 // kernel, for contiguous tensors of few channels by kernels that read them as they lie; each where it is the faster
 // one, ATen for the rest.
 #include <algorithm>
-#include <cstdlib>
 
 #include "conv3d/api/autotune.h"
 #include "conv3d/api/call.h"
@@ -358,9 +357,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_mean_gradient
   const int size = static_cast<int>(dtype_size(shape.dtype));
   const int64_t sample_bytes =
       shape.c_out * shape.out[0] * shape.out[1] * made_row_elements(shape.out[2], size) * size;
-  const char* const wish = std::getenv("KGOPT_CHUNK_MIB");
-  const int64_t budget = wish ? int64_t(std::atoi(wish)) << 20 : kMadeGradientBytes;
-  const int64_t most = std::max<int64_t>(1, budget / sample_bytes);
+  const int64_t most = std::max<int64_t>(1, kMadeGradientBytes / sample_bytes);
   const ConvProblem problem = problem_of(args, shape, ConvEpilogue::kStore);
   const DeviceLimits limits = limits_of(args);
   ConvKey key = conv_key(problem, limits, ConvBackend::kAuto);
