@@ -140,10 +140,11 @@ def test_logsumexp_pipeline_gradients_tf32(c_in, c_out, innermost, backend, monk
         assert error <= allowed, (name, error, allowed)
 
 
-# n, c_in, c_out, groups, size, kernel, padding; then what x's gradient does not take: stride. The first needs several
-# turns, in half types of different numbers of samples.
+# n, c_in, c_out, groups, size, kernel, padding; then what x's gradient does not take: stride. The first needs two turns
+# in float32, of different numbers of samples.
 MADE = {
-    "headline": (51, 3, 24, 8, (24, 32, 32), (3, 3, 3), 0, 1),
+    "large": (9, 3, 24, 8, (24, 96, 96), (3, 3, 3), 0, 1),
+    "headline": (16, 3, 24, 8, (24, 32, 32), (3, 3, 3), 0, 1),
     "padded": (3, 3, 24, 4, (9, 17, 40), (3, 3, 3), 1, 1),
     "one channel": (2, 1, 16, 4, (12, 30, 66), (3, 3, 3), (1, 0, 1), 1),
     "odd": (5, 3, 20, 5, (6, 11, 38), (2, 3, 3), 0, 1),
@@ -163,6 +164,8 @@ def test_first_pipelines_gradients_without_the_output(case, precision, monkeypat
     n, c_in, c_out, groups, size, kernel, padding, stride = MADE[case]
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    if case == "two by two" and dtype.itemsize == 2:
+        pytest.skip("rows of an odd number of half values")
     x, weight = torch.randn(n, c_in, *size, device="cuda"), torch.randn(c_out, c_in, *kernel, device="cuda") * 0.3
     bias, gamma, beta = torch.randn(3, c_out, device="cuda")
     args = [t.to(dtype) for t in (x, weight, bias)] + [groups, gamma.to(dtype), beta.to(dtype)]
@@ -207,8 +210,8 @@ def test_first_pipelines_gradients_without_the_output(case, precision, monkeypat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("needs_x", [True, False])
 def test_first_pipelines_training_never_stores_the_output(dtype, needs_x):
-    """In float32 it is 116 MiB here. For dx as many samples as 48 MiB hold are stored at a time."""
-    x = torch.randn(64, 3, 24, 32, 32, device="cuda", dtype=dtype, requires_grad=needs_x)
+    """In float32 it is 232 MiB here. For dx as many samples as 128 MiB hold are stored at a time."""
+    x = torch.randn(128, 3, 24, 32, 32, device="cuda", dtype=dtype, requires_grad=needs_x)
     weight = torch.randn(24, 3, 3, 3, 3, device="cuda", dtype=dtype, requires_grad=True)
     bias, gamma, beta = (torch.randn(24, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     leaves = [t for t in (x, weight, bias, gamma, beta) if t.requires_grad]
@@ -221,7 +224,7 @@ def test_first_pipelines_training_never_stores_the_output(dtype, needs_x):
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         del y, gradients
-    assert peak <= (x.nbytes + 50 * 2**20 if needs_x else 0) + 8 * 2**20, peak
+    assert peak <= (x.nbytes + 130 * 2**20 if needs_x else 0) + 8 * 2**20, peak
 
 
 @pytest.mark.gpu

@@ -62,8 +62,8 @@ Tensor conv_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tenso
   return dweight;
 }
 
-// Of a gradient that is made from x and stored for dx. A turn more takes some 20 us on an H200.
-constexpr int64_t kMadeGradientBytes = int64_t(48) << 20;
+// Of a gradient that is made from x and stored for dx.
+constexpr int64_t kMadeGradientBytes = int64_t(128) << 20;
 
 // Strides of a contiguous tensor but for the width's.
 template <int kDims>
