@@ -27,6 +27,14 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
       "int[] output_padding, int groups, bool transposed, bool[3] mask, *, str backend=\"auto\", "
       "bool? allow_tf32=None) -> (Tensor, Tensor, Tensor)");
 
+  // The gradients of conv3d_group_norm_mean, or in 2D: dx, dweight and dbias as far as mask asks, and those of the
+  // norm's parameters, which are empty where no kernel of this kind is the choice.
+  m.def(
+      "conv_group_norm_mean_gradients(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? gn_weight, "
+      "Tensor channel_mean, Tensor mean, Tensor rstd, int num_groups, int[] stride, int[] padding, int[] dilation, "
+      "int groups, bool[3] mask, *, str backend=\"auto\", bool? allow_tf32=None) -> (Tensor, Tensor, Tensor, Tensor, "
+      "Tensor)");
+
   // GroupNorm.
   m.def("group_stats(Tensor x, int num_groups, float eps=1e-5) -> (Tensor, Tensor)");
   m.def(
@@ -72,6 +80,10 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "group_norm_tanh_hardswish_residual_logsumexp_backward(Tensor dlse, Tensor x, Tensor mean, Tensor rstd, "
       "int num_groups, Tensor? weight=None, Tensor? bias=None) -> (Tensor, Tensor, Tensor)");
+  // dx is written over x, which nobody needs then.
+  m.def(
+      "group_norm_tanh_hardswish_residual_logsumexp_backward_(Tensor dlse, Tensor(a!) x, Tensor mean, Tensor rstd, "
+      "int num_groups, Tensor? weight=None, Tensor? bias=None) -> (Tensor, Tensor)");
 
   // Norms over channels, at each position: kind "rms", "l2" or "layer".
   m.def(

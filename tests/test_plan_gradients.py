@@ -219,6 +219,16 @@ def test_few_channels_gradient_plans_of_any_shape(data) -> None:
         assert plan.smem_bytes >= plan.stages * plan.stage_bytes
         assert plan.partial_floats == plan.channel_blocks * plan.blocks * plan.floats
         assert 1 <= plan.blocks <= plan.all_tiles
+    made = dev.plan_few_wgrad(problem, limits, makes_dy=True)
+    if not check_refusal(made.refusal, {"odd number": odd, "above 40": rows > 40, "does not fit": None}):
+        taps = [made.tap(quad, i) for quad in range(made.k_steps * 2) for i in range(4)]
+        assert sorted(t for t in taps if t[0] >= 0) == [(r, w) for r in range(rows) for w in range(kernel[2])]
+        assert made.made_bytes >= made.channels * made.dy_channel
+        assert made.stage_bytes >= c_in * made.x_channel
+        assert made.dy_copy.piece == 16, "rows that are made are filled up"
+        weights = made.k_steps * made.channels * 32 * parts
+        assert made.smem_bytes >= weights + made.made_bytes + made.stages * made.stage_bytes
+        assert made.blocks_per_sm * (made.smem_bytes + 1024) <= limits.smem_per_sm
     extent = math.prod(extents(kernel[:2], case["dilation"][:2]))
     reasons = {
         "odd number": item == 2 and output[2] % 2 != 0,
@@ -229,6 +239,7 @@ def test_few_channels_gradient_plans_of_any_shape(data) -> None:
     }
     plan = dev.plan_few_dgrad(problem, limits)
     if not check_refusal(plan.refusal, reasons):
+        assert not plan.marches or (kernel[1] == 3 and plan.tile[1] % plan.units == 0), "a warp's rows in two planes"
         assert c_in * kernel[2] <= plan.row_tiles * 16
         assert plan.channels * plan.chunks >= c_out
         assert plan.units_w * 32 >= output[2]
@@ -294,6 +305,17 @@ def test_few_channels_contiguous_take_own_gradients(n, c_in, c_out, size, kernel
     assert "asked for" in choice.why_aten_dx
     problem, _ = make_problem(c_in, c_out, size, kernel=kernel, n=n, dtype=dtype)
     assert not isinstance(dev.choose_conv_gradients(problem, limits).dweight, dev.FewWgradPlan), "x is not contiguous"
+
+
+@pytest.mark.parametrize("with_dx", [True, False])
+@pytest.mark.parametrize("most", [1, 13, 128, 500])
+def test_made_gradients_store_no_more_than_is_asked_for(with_dx, most) -> None:
+    problem, _ = make_problem(3, 24, (24, 32, 32), kernel=(3, 3, 3), n=128, dtype="float32", planar=True)
+    plans = dev.plan_made_gradients(problem, GPUS["h200"], with_dx, most)
+    assert plans.dweight.refusal is None
+    assert plans.dx.refusal is None
+    assert plans.samples <= most if with_dx else plans.samples == 128
+    assert plans.dweight.all_tiles % plans.samples == plans.dx.all_tiles % plans.samples == 0
 
 
 @settings(max_examples=200, deadline=None)

@@ -456,6 +456,15 @@ void bind_conv(py::module_& m) {
       .def_readonly("all_tiles", &FewWgradPlan::all_tiles)
       .def_readonly("stages", &FewWgradPlan::stages)
       .def_readonly("stage_bytes", &FewWgradPlan::stage_bytes)
+      .def_readonly("makes_dy", &FewWgradPlan::makes_dy)
+      .def_readonly("k_steps", &FewWgradPlan::k_steps)
+      .def_readonly("made_bytes", &FewWgradPlan::made_bytes)
+      .def_property_readonly("quads", &few_wgrad_quads)
+      .def("tap",
+           [](const FewWgradPlan& p, int quad, int i) {
+             const FewWgradTap tap = few_wgrad_tap(p, quad, i);
+             return std::pair(tap.row, tap.column);
+           })
       .def_readonly("blocks_per_sm", &FewWgradPlan::blocks_per_sm)
       .def_readonly("blocks", &FewWgradPlan::blocks)
       .def_readonly("smem_bytes", &FewWgradPlan::smem_bytes)
@@ -478,6 +487,7 @@ void bind_conv(py::module_& m) {
       .def_property_readonly(
           "refusal", [](const FewDgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_readonly("row_tiles", &FewDgradPlan::row_tiles)
+      .def_readonly("marches", &FewDgradPlan::marches)
       .def_readonly("units", &FewDgradPlan::units)
       .def_readonly("channels", &FewDgradPlan::channels)
       .def_readonly("chunks", &FewDgradPlan::chunks)
@@ -498,6 +508,11 @@ void bind_conv(py::module_& m) {
       .def_readonly("blocks", &FewDgradPlan::blocks)
       .def_readonly("smem_bytes", &FewDgradPlan::smem_bytes)
       .def_readonly("cycles", &FewDgradPlan::cycles);
+
+  py::class_<MadeGradientPlans>(m, "MadeGradientPlans", "Fields as in conv3d/choice/gradients.h.")
+      .def_readonly("dweight", &MadeGradientPlans::dweight)
+      .def_readonly("dx", &MadeGradientPlans::dx)
+      .def_readonly("samples", &MadeGradientPlans::samples);
 
   py::class_<AtenPlan>(m, "AtenPlan");
   py::class_<DirectPlan>(m, "DirectPlan");
@@ -569,8 +584,12 @@ void bind_conv(py::module_& m) {
   m.def(
       "plan_wgrad", [](const ConvProblem& problem, const DeviceLimits& limits) { return plan_wgrad(problem, limits); },
       py::arg("problem"), py::arg("limits") = DeviceLimits{});
-  m.def("plan_few_wgrad", &plan_few_wgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});
-  m.def("plan_few_dgrad", &plan_few_dgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("plan_few_wgrad", &plan_few_wgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{},
+        py::arg("makes_dy") = false);
+  m.def("plan_few_dgrad", &plan_few_dgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{},
+        py::arg("dy_is_made") = false);
+  m.def("plan_made_gradients", &plan_made_gradients, py::arg("problem"), py::arg("limits"), py::arg("with_dx"),
+        py::arg("most_samples"));
   m.def("plan_head_gradient", &plan_head_gradient, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("choose_conv_gradients", &choose_conv_gradients, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto, py::arg("copies") = false);

@@ -9,6 +9,7 @@
 #include "conv3d/gradients/few_wgrad/few_wgrad.h"
 #include "conv3d/gradients/head/head.h"
 #include "conv3d/gradients/wgrad/wgrad.h"
+#include "groupnorm/api/group_norm_api.h"
 #include "reduce/reduce.h"
 
 namespace kgopt {
@@ -61,6 +62,9 @@ Tensor conv_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tenso
   return dweight;
 }
 
+// Of a gradient that is made from x and stored for dx.
+constexpr int64_t kMadeGradientBytes = int64_t(128) << 20;
+
 // Strides of a contiguous tensor but for the width's.
 template <int kDims>
 void planar_strides(const Tensor& t, int rank, int64_t* n, int64_t* c, int64_t (&strides)[kDims]) {
@@ -70,26 +74,52 @@ void planar_strides(const Tensor& t, int rank, int64_t* n, int64_t* c, int64_t (
   std::copy(spatial, spatial + kDims, strides);
 }
 
-Tensor conv_few_dgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight, const ConvShape& shape,
-                      const FewDgradPlan& plan) {
-  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
-  const Tensor narrow = as_type_of(weight, x);
+// `weight` is of dy's type.
+FewDgradParams few_dgrad_params(const Tensor& dy, const Tensor& dx, const Tensor& weight, const ConvShape& shape,
+                                const FewDgradPlan& plan) {
   FewDgradParams p{};
   p.dy = dy.const_data_ptr();
-  p.weight = narrow.const_data_ptr();
+  p.weight = weight.const_data_ptr();
   p.dx = dx.mutable_data_ptr();
   planar_strides(dy, shape.rank, &p.dy_stride_n, &p.dy_stride_c, p.dy_stride);
   planar_strides(dx, shape.rank, &p.dx_stride_n, &p.dx_stride_c, p.dx_stride);
-  p.w_stride_out = narrow.stride(0);
-  p.w_stride_in = narrow.stride(1);
-  spatial_strides(narrow, shape.rank, p.w_stride_k);
+  p.w_stride_out = weight.stride(0);
+  p.w_stride_in = weight.stride(1);
+  spatial_strides(weight, shape.rank, p.w_stride_k);
   p.c_in = static_cast<int>(shape.c_in);
   p.c_out = static_cast<int>(shape.c_out);
   std::copy(shape.in, shape.in + 3, p.in);
   std::copy(shape.out, shape.out + 3, p.out);
   p.plan = plan;
-  raise_on_error(op, run_conv_few_dgrad(p, stream_of(x)));
+  return p;
+}
+
+Tensor conv_few_dgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight, const ConvShape& shape,
+                      const FewDgradPlan& plan) {
+  Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
+  const Tensor narrow = as_type_of(weight, x);
+  raise_on_error(op, run_conv_few_dgrad(few_dgrad_params(dy, dx, narrow, shape, plan), stream_of(x)));
   return dx;
+}
+
+// But for dy and the partial sums.
+FewWgradParams few_wgrad_params(const char* op, const Tensor& x, const Tensor& dweight,
+                                const std::optional<Tensor>& dbias, const ConvShape& shape, const FewWgradPlan& plan) {
+  FewWgradParams p{};
+  p.x = x.const_data_ptr();
+  planar_strides(x, shape.rank, &p.x_stride_n, &p.x_stride_c, p.x_stride);
+  p.c_in = static_cast<int>(shape.c_in);
+  p.c_out = static_cast<int>(shape.c_out);
+  std::copy(shape.in, shape.in + 3, p.in);
+  std::copy(shape.out, shape.out + 3, p.out);
+  p.dw = dweight.mutable_data_ptr();
+  p.dw_stride_out = dweight.stride(0);
+  p.dw_stride_in = dweight.stride(1);
+  spatial_strides(dweight, shape.rank, p.dw_stride_k);
+  p.dbias = dbias ? dbias->mutable_data_ptr() : nullptr;
+  p.dtype = check_dtype(op, "weight", dweight);
+  p.plan = plan;
+  return p;
 }
 
 // dweight, and dbias where it is wanted.
@@ -102,23 +132,10 @@ std::pair<Tensor, std::optional<Tensor>> conv_few_wgrad(const char* op, const Te
   Tensor dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
   std::optional<Tensor> dbias;
   if (wants_bias) dbias = empty_like_shape(weight, {shape.c_out});
-  FewWgradParams p{};
-  p.x = x.const_data_ptr();
+  FewWgradParams p = few_wgrad_params(op, x, dweight, dbias, shape, plan);
   p.dy = dy.const_data_ptr();
-  planar_strides(x, shape.rank, &p.x_stride_n, &p.x_stride_c, p.x_stride);
   planar_strides(dy, shape.rank, &p.dy_stride_n, &p.dy_stride_c, p.dy_stride);
-  p.c_in = static_cast<int>(shape.c_in);
-  p.c_out = static_cast<int>(shape.c_out);
-  std::copy(shape.in, shape.in + 3, p.in);
-  std::copy(shape.out, shape.out + 3, p.out);
   p.partials = workspace.at<float>(partials);
-  p.dw = dweight.mutable_data_ptr();
-  p.dw_stride_out = dweight.stride(0);
-  p.dw_stride_in = dweight.stride(1);
-  spatial_strides(dweight, shape.rank, p.dw_stride_k);
-  p.dbias = dbias ? dbias->mutable_data_ptr() : nullptr;
-  p.dtype = check_dtype(op, "weight", weight);
-  p.plan = plan;
   raise_on_error(op, run_conv_few_wgrad(p, stream_of(x)));
   return {dweight, dbias ? std::optional(as_type_of(*dbias, x)) : dbias};
 }
@@ -304,7 +321,119 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
   return all_gradients(x, result);
 }
 
+// The first pipeline's gradients without its convolution's output: dy, an affine function of that output for each
+// sample and channel, is made tile by tile from x by the kernel for dweight. Only for dx it is stored, of a few samples
+// at a time. Where another kernel is the choice for one of both, the last result is empty, and nothing has been done.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_mean_gradients(
+    Tensor dout, Tensor x, Tensor weight, OptTensor bias, OptTensor gn_weight, Tensor channel_mean, Tensor mean,
+    Tensor rstd, int64_t num_groups, IntArray stride, IntArray padding, IntArray dilation, int64_t groups,
+    std::vector<bool> mask, std::string backend, std::optional<bool> allow_tf32) {
+  const char* const op = "conv_group_norm_mean_gradients";
+  const int rank = static_cast<int>(stride.size());
+  KGOPT_CHECK(rank == 2 || rank == 3, op, ": stride is ", list_string(stride), ", expected 2 or 3 values");
+  const ConvArgs args{op,     x,     weight, bias,    stride,     padding, dilation, IntArray(rank, 0),
+                      groups, false, rank,   backend, allow_tf32, true};
+  const ConvShape shape = check_conv_args(args);
+  KGOPT_CHECK(mask.size() == 3, op, ": mask has ", mask.size(), " values, expected 3");
+  check_group_norm_affine(op, x, shape.c_out, num_groups, gn_weight, std::nullopt);
+  check_same_device(op, "dout", dout, x);
+  check_shape(op, "dout", dout, {shape.n});
+  check_dtype(op, "dout", dout);
+  check_statistics(op, "channel_mean", channel_mean, x, {shape.n, shape.c_out});
+  check_statistics(op, "mean", mean, x, {shape.n, num_groups});
+  check_statistics(op, "rstd", rstd, x, {shape.n, num_groups});
+  const DeviceGuard guard(x.get_device_index());
+  const Tensor none = empty_like_shape(x, {0});
+  Tensor dx = none, dweight = none, dbias = none;
+  const std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> refused{none, none, none, none, none};
+  if (shape.is_empty() || !x.is_contiguous() || backend == "aten") return refused;
+  const auto choice = choose_gradients(args, shape);
+  const bool few = std::holds_alternative<FewWgradPlan>(choice->dweight) &&
+                   (!mask[0] || std::holds_alternative<FewDgradPlan>(choice->dx));
+  if (!few) return refused;
+
+  GroupNormPassesBwdParams norm;
+  norm.dims = {shape.n, shape.c_out, shape.out[0] * shape.out[1] * shape.out[2], num_groups, false, shape.dtype};
+  const int size = static_cast<int>(dtype_size(shape.dtype));
+  const int64_t sample_bytes =
+      shape.c_out * shape.out[0] * shape.out[1] * made_row_elements(shape.out[2], size) * size;
+  const int64_t most = std::max<int64_t>(1, kMadeGradientBytes / sample_bytes);
+  const ConvProblem problem = problem_of(args, shape, ConvEpilogue::kStore);
+  const DeviceLimits limits = limits_of(args);
+  ConvKey key = conv_key(problem, limits, ConvBackend::kAuto);
+  key[11] = mask[0] ? most : 0;
+  const auto plans = remembered(key, [&] { return plan_made_gradients(problem, limits, mask[0], most); });
+  if (plans->refusal(mask[0])) return refused;
+  const int64_t samples = plans->samples;
+
+  const auto stream = stream_of(x);
+  const Tensor dense = planar(x), narrow = as_type_of(weight, x);
+  const OptTensor dense_bias = dense_or_none(bias), w = dense_or_none(gn_weight);
+  const Tensor dense_dout = dense_in(
+      dout.scalar_type() == stats_type(x) ? dout : torch::stable::to(dout, stats_type(x)), MemoryFormat::Contiguous);
+  const Tensor dense_channel_mean = dense_in(channel_mean, MemoryFormat::Contiguous);
+  const Tensor dense_mean = dense_in(mean, MemoryFormat::Contiguous);
+  const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
+  norm.dout = dense_dout.const_data_ptr();
+  norm.channel_mean = dense_channel_mean.const_data_ptr();
+  plan_group_norm_passes_bwd(&norm, limits.sm_count);
+  const auto affine = allocate_affine_gradients(x, norm.dims, gn_weight, std::nullopt);
+  Workspace space(x);
+  const int64_t partials = space.reserve(plans->dweight.partial_floats * 4);
+  // The norm's workspace is another one.
+  space.allocate();
+  Workspace norm_space(x);
+  prepare_backward_passes(op, x, dense_mean, dense_rstd, w, std::nullopt, std::tuple_cat(std::make_tuple(none), affine),
+                          &norm_space, &norm);
+  norm.dx = nullptr;  // rows alone
+  raise_on_error(op, run_group_norm_passes_bwd(norm, stream));
+
+  dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
+  std::optional<Tensor> sums;
+  if (mask[2]) sums = empty_like_shape(weight, {shape.c_out});
+  FewWgradParams p = few_wgrad_params(op, dense, dweight, sums, shape, plans->dweight);
+  p.partials = space.at<float>(partials);
+  p.gradient_rows = norm.rows;
+  p.weight = narrow.const_data_ptr();
+  p.w_stride_out = narrow.stride(0);
+  p.w_stride_in = narrow.stride(1);
+  spatial_strides(narrow, shape.rank, p.w_stride_k);
+  p.bias = data_or_null(dense_bias);
+  p.bias_dtype = dense_bias ? check_dtype(op, "bias", *dense_bias) : Dtype::kFloat32;
+  FewDgradParams q{};
+  Tensor made;
+  if (mask[0]) {
+    IntArray sizes = shape.out_sizes;
+    sizes[0] = samples;
+    sizes.back() = made_row_elements(shape.out[2], size);
+    made = empty_like_shape(x, sizes, std::nullopt, MemoryFormat::Contiguous);
+    dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
+    q = few_dgrad_params(made, dx, narrow, shape, plans->dx);
+    planar_strides(made, shape.rank, &p.dy_stride_n, &p.dy_stride_c, p.dy_stride);
+    p.made = made.mutable_data_ptr();
+  }
+  for (int64_t first = 0; first < shape.n; first += samples) {
+    const int64_t count = std::min(samples, shape.n - first);
+    p.adds = first > 0;
+    p.more = first + count < shape.n;
+    p.plan.all_tiles = plans->dweight.all_tiles / samples * count;
+    raise_on_error(op, run_conv_few_wgrad(p, stream));
+    p.early = q.early = true;
+    p.x = static_cast<const char*>(p.x) + samples * p.x_stride_n * size;
+    p.gradient_rows = static_cast<const char*>(p.gradient_rows) + samples * shape.c_out * 8 * sizeof(float);
+    if (!mask[0]) continue;
+    q.plan.all_tiles = plans->dx.all_tiles / samples * count;
+    raise_on_error(op, run_conv_few_dgrad(q, stream));
+    q.dx = static_cast<char*>(q.dx) + samples * q.dx_stride_n * size;
+  }
+  if (sums) dbias = as_type_of(*sums, x);
+  return {dx, mask[1] ? dweight : none, dbias, std::get<0>(affine), std::get<1>(affine)};
+}
+
 }  // namespace
 }  // namespace kgopt
 
-STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) { m.impl("conv_backward", TORCH_BOX(&kgopt::conv_backward)); }
+STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
+  m.impl("conv_backward", TORCH_BOX(&kgopt::conv_backward));
+  m.impl("conv_group_norm_mean_gradients", TORCH_BOX(&kgopt::conv_group_norm_mean_gradients));
+}

@@ -55,6 +55,35 @@ struct ConvGradientsChoice {
   }
 };
 
+// Both gradients for few channels of a dy that is made from x and, for dx, stored of some samples at a time.
+struct MadeGradientPlans {
+  FewWgradPlan dweight;
+  FewDgradPlan dx;
+  int64_t samples = 1;  // of a turn
+
+  const char* refusal(bool with_dx) const { return dweight.refusal || !with_dx ? dweight.refusal : dx.refusal; }
+};
+inline constexpr int kMoreTurns = 4;           // than needed, which may fill the multiprocessors better
+inline constexpr double kTurnCycles = 60000;  // that a turn more takes, measured on an H200
+
+// `most_samples` of dy may be stored at a time.
+inline MadeGradientPlans plan_made_gradients(ConvProblem problem, const DeviceLimits& limits, bool with_dx,
+                                             int64_t most_samples) {
+  const int64_t n = problem.n, least = with_dx ? (n + most_samples - 1) / most_samples : 1;
+  MadeGradientPlans best;
+  double least_cycles = -1;
+  for (int64_t turns = least; turns <= std::min(n, least == 1 ? 1 : least + kMoreTurns); ++turns) {
+    MadeGradientPlans plans;
+    problem.n = plans.samples = (n + turns - 1) / turns;
+    plans.dweight = plan_few_wgrad(problem, limits, /*makes_dy=*/true);
+    plans.dx = plan_few_dgrad(problem, limits, /*dy_is_made=*/true);
+    if (plans.refusal(with_dx)) return plans;
+    const double cycles = double(turns) * (plans.dweight.cycles + (with_dx ? plans.dx.cycles : 0) + kTurnCycles);
+    if (least_cycles < 0 || cycles < least_cycles) least_cycles = cycles, best = plans;
+  }
+  return best;
+}
+
 // Where few channels of contiguous tensors meet cuDNN, which transposes both tensors first; its rates are those of
 // channels_last tensors.
 inline const char* few_gradient_loses(const ConvProblem& q, double cycles, double tera_per_second) {

@@ -89,6 +89,36 @@ __device__ __forceinline__ void copy_few_rows(const FewCopy& copy, char* stage, 
   }
 }
 
+// The other way: the rows of a tile that the tensor has. By all threads of the block.
+template <int kThreads, typename Piece>
+__device__ __forceinline__ void store_few_pieces(const FewCopy& copy, const char* tile, char* to, const CopiedRow* rows,
+                                                 const CopyOrigin& origin, int size) {
+  const int step = kThreads >> copy.across_log2, first = threadIdx.x >> copy.across_log2;
+  const int last = min(copy.rows, origin.valid_rows), row_bytes = (origin.size[2] - origin.w) * size;
+  for (int piece = threadIdx.x & ((1 << copy.across_log2) - 1); piece < copy.pieces; piece += 1 << copy.across_log2) {
+    if (piece * int(sizeof(Piece)) >= row_bytes) break;
+#pragma unroll 4
+    for (int i = first; i < last; i += step) {
+      const CopiedRow row = rows[i];
+      if (origin.d + row.d >= origin.size[0] || origin.h + row.h >= origin.size[1]) continue;
+      *reinterpret_cast<Piece*>(to + uint64_t(row.words) * 4 + piece * sizeof(Piece)) =
+          *reinterpret_cast<const Piece*>(tile + row.place + piece * sizeof(Piece));
+    }
+  }
+}
+template <int kThreads, typename Element>
+__device__ __forceinline__ void store_few_rows(const FewCopy& copy, const char* tile, Element* to,
+                                               const CopiedRow* rows, const CopyOrigin& origin) {
+  char* const bytes = reinterpret_cast<char*>(to);
+  if (copy.piece == 16) {
+    store_few_pieces<kThreads, uint4>(copy, tile, bytes, rows, origin, sizeof(Element));
+  } else if (copy.piece == 8) {
+    store_few_pieces<kThreads, uint2>(copy, tile, bytes, rows, origin, sizeof(Element));
+  } else {
+    store_few_pieces<kThreads, uint32_t>(copy, tile, bytes, rows, origin, sizeof(Element));
+  }
+}
+
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

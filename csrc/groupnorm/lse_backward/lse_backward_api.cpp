@@ -16,18 +16,22 @@ void check_dlse(const char* op, const Tensor& dlse, const Tensor& x) {
               ", expected the dtype of statistics, ", scalar_type_name(stats_type(x)));
 }
 
-std::tuple<Tensor, Tensor, Tensor> norm_lse_backward(Tensor dlse, Tensor x, Tensor mean, Tensor rstd,
-                                                     int64_t num_groups, OptTensor weight, OptTensor bias) {
-  const char* const op = "group_norm_tanh_hardswish_residual_logsumexp_backward";
+// `in_place`: dx is x, which is dense. Each thread has read its elements before it stores them.
+std::tuple<Tensor, Tensor, Tensor> norm_lse_gradients(const char* op, const Tensor& dlse, const Tensor& x,
+                                                      const Tensor& mean, const Tensor& rstd, int64_t num_groups,
+                                                      const OptTensor& weight, const OptTensor& bias, bool in_place) {
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
   check_dlse(op, dlse, x);
   check_group_statistics(op, mean, rstd, x, d);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const DeviceInfo info = check_gpu(op, x);
   const MemoryFormat format = format_of(x, d);
-  const auto gradients = allocate_gradients(x, d, weight, bias);
+  const auto gradients =
+      in_place ? std::tuple_cat(std::make_tuple(x), allocate_affine_gradients(x, d, weight, bias))
+               : allocate_gradients(x, d, weight, bias);
   if (d.numel() == 0) return gradients;
   const Tensor dense = dense_in(x, format);
+  KGOPT_CHECK(!in_place || dense.const_data_ptr() == x.const_data_ptr(), op, ": x is not dense");
   const Tensor dense_dlse = dense_in(dlse, MemoryFormat::Contiguous);
   const Tensor dense_mean = dense_in(mean, MemoryFormat::Contiguous);
   const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
@@ -53,9 +57,23 @@ std::tuple<Tensor, Tensor, Tensor> norm_lse_backward(Tensor dlse, Tensor x, Tens
   return gradients;
 }
 
+std::tuple<Tensor, Tensor, Tensor> norm_lse_backward(Tensor dlse, Tensor x, Tensor mean, Tensor rstd,
+                                                     int64_t num_groups, OptTensor weight, OptTensor bias) {
+  return norm_lse_gradients("group_norm_tanh_hardswish_residual_logsumexp_backward", dlse, x, mean, rstd, num_groups,
+                            weight, bias, false);
+}
+
+std::tuple<Tensor, Tensor> norm_lse_backward_in_place(Tensor dlse, Tensor x, Tensor mean, Tensor rstd,
+                                                      int64_t num_groups, OptTensor weight, OptTensor bias) {
+  const auto [dx, dweight, dbias] = norm_lse_gradients("group_norm_tanh_hardswish_residual_logsumexp_backward_", dlse,
+                                                       x, mean, rstd, num_groups, weight, bias, true);
+  return {dweight, dbias};
+}
+
 }  // namespace
 }  // namespace kgopt
 
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("group_norm_tanh_hardswish_residual_logsumexp_backward", TORCH_BOX(&kgopt::norm_lse_backward));
+  m.impl("group_norm_tanh_hardswish_residual_logsumexp_backward_", TORCH_BOX(&kgopt::norm_lse_backward_in_place));
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from kgopt._layout import contiguous, empty, is_channels_last, memory_format, stats_dtype, wide
 from kgopt.ops.autocast import cast, low
-from kgopt.ops.calls import in_backward, wants_gradient
+from kgopt.ops.calls import PLAIN, in_backward, is_compiling, is_grad_enabled, wants_gradient
 from kgopt.ops.conv_gradients import conv_gradients
 from kgopt.ops.geometry import conv_fake, conv_flops, conv_sizes, convolution
 from kgopt.ops.group_norm import (
@@ -30,14 +31,15 @@ from kgopt.ops.lse_backward import NAME as LSE_BACKWARD
 from kgopt.ops.precision import conv_tf32_allowed
 from kgopt.ops.registry import OPS, dims, overload, record, record_public, with_defaults
 from kgopt.ops.vmap import samples
-from kgopt.torch_private import schema_of
+from kgopt.torch_private import FORWARD_AD, LEVEL, are_functorch_transforms_active, schema_of
 
 CONV_MEAN = "conv3d_group_norm_mean"
 CONV_RELU_NORM = "conv_transpose3d_relu_group_norm"
 CONV_LSE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
 
-_lse_backward = in_backward(LSE_BACKWARD)
+_lse_backward, _lse_backward_in_place = in_backward(LSE_BACKWARD), in_backward(f"{LSE_BACKWARD}_")
 _group_stats, _mean_fwd = in_backward("group_stats"), in_backward("group_norm_mean_fwd")
+_mean_gradients = in_backward("conv_group_norm_mean_gradients")
 # Pairs of input and output channels up to which a forward may leave its convolution's output out (csrc/conv3d/choice).
 _FEW_CHANNELS = json.loads(OPS.build_info()).get("few_channels", ())
 _FEW_PRODUCTS = 96  # of an output value in fp32 that take about as long as a pass over the output, on an H200
@@ -128,26 +130,66 @@ def _rounds_otherwise(ctx: Any, c: Tensor) -> bool:
     values: hardly anything is left of a gradient once its parts along 1 and along the normalized values are taken
     off, and the difference of two kernels' roundings would be most of it.
     """
-    return c.numel() > 0 and (c.dtype.itemsize < 4 or c.numel() < 16 * c.shape[0] * ctx.num_groups)
+    return c.numel() > 0 and (c.dtype.itemsize < 4 or _has_tiny_groups(ctx, c.shape))
+
+
+def _has_tiny_groups(ctx: Any, sizes: Sequence[int]) -> bool:
+    """Of a convolution's output."""
+    return math.prod(sizes[1:]) < 16 * ctx.num_groups
 
 
 def _gradients(  # type: ignore[no-untyped-def]
     ctx: Any, dc: Tensor, x: Tensor, weight: Tensor, dweight: Tensor, dbias: Tensor, like=(None, None)
 ) -> Any:
     """``like``: tensors as which the first two gradients are to lie."""
-    *both, third = conv_gradients(
-        wants_gradient(ctx, 0, 1, 2), dc, x, weight, _geometry(ctx), ctx.allow_tf32, ctx.backend
-    )
+    options = ctx.allow_tf32, ctx.backend
+    gradients = conv_gradients(wants_gradient(ctx, 0, 1, 2), dc, x, weight, _geometry(ctx), *options)
+    return _in_order(ctx, gradients, dweight, dbias, like)
+
+
+def _in_order(ctx: Any, gradients: Sequence[Any], dweight: Tensor, dbias: Tensor, like: Sequence[Any]) -> Any:
+    """The gradients of x, weight and bias and those of the norm's parameters as autograd wants them."""
+    wanted = wants_gradient(ctx, 0, 1, 2)
+    *both, third = (g if wants else None for g, wants in zip(gradients, wanted, strict=True))
     for i, (gradient, given) in enumerate(zip(both, like, strict=True)):
         if gradient is not None and given is not None and is_channels_last(given):
             both[i] = gradient.contiguous(memory_format=memory_format(given.dim(), True))
     return *both, third, None, *affine_gradients(ctx, (4, 5), dweight, dbias)
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Whether ops without a derivative may run on it: nobody records, traces or transforms."""
+    if type(x) not in PLAIN or is_grad_enabled() or is_compiling() or are_functorch_transforms_active():
+        return False
+    return FORWARD_AD[LEVEL] < 0
+
+
+def _mean_gradients_without_output(  # type: ignore[no-untyped-def]
+    ctx: Any, dout: Tensor, x: Tensor, weight: Tensor, bias, gn_weight, *statistics: Tensor
+) -> Any:
+    """The gradients by kernels that make the convolution's output in shared memory; None where they do not apply.
+
+    The output stays in float32 there, so that the forward's statistics fit.
+    """
+    if not _leaves_out_output(ctx, x, weight) or not _is_plain(x):
+        return None
+    sizes = conv_sizes(x.shape, weight.shape, ctx.stride, ctx.padding, ctx.dilation, ctx.output_padding, 1, False)
+    if _has_tiny_groups(ctx, sizes):
+        return None
+    geometry, wanted = (ctx.stride, ctx.padding, ctx.dilation, ctx.groups), wants_gradient(ctx, 0, 1, 2)
+    options = {"backend": ctx.backend, "allow_tf32": ctx.allow_tf32}
+    tensors = dout, x, weight, bias, gn_weight, *statistics
+    gradients = _mean_gradients(*tensors, ctx.num_groups, *geometry, wanted, **options)
+    return gradients if gradients[-1].numel() > 0 else None
+
+
 def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, gn_bias, channel_mean, mean, rstd = ctx.saved_tensors
     dout = reaching(gn_bias, dout)
     planes = _inputs(ctx, x, weight)
+    made = _mean_gradients_without_output(ctx, dout, *planes, bias, gn_weight, channel_mean, mean, rstd)
+    if made is not None:
+        return _in_order(ctx, made[:3], made[3], made[4], like=(x, weight))
     c = _conv_again(ctx, *planes, bias)
     if _rounds_otherwise(ctx, c):
         _, channel_mean, mean, rstd = _mean_fwd(c, ctx.num_groups, None, None, ctx.eps)
@@ -170,7 +212,11 @@ def _conv_lse_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     c = _conv_again(ctx, *planes, bias)
     if _rounds_otherwise(ctx, c):
         mean, rstd = _group_stats(c, ctx.num_groups, ctx.eps)
-    dc, dweight, dbias = _lse_backward(dout, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias)
+    arguments = dout, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias
+    if x.is_cuda and _is_plain(c):  # two tensors of that size would be the peak of the memory
+        dc, (dweight, dbias) = c, _lse_backward_in_place(*arguments)
+    else:
+        dc, dweight, dbias = _lse_backward(*arguments)
     return _gradients(ctx, dc, *planes, dweight, dbias, like=(x, weight))
 
 

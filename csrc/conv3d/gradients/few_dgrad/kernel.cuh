@@ -11,6 +11,7 @@
 
 #include <type_traits>
 
+#include "common/dependent_launch.cuh"
 #include "common/dtype.cuh"
 #include "common/mma.cuh"
 #include "conv3d/gradients/copy_rows.cuh"
@@ -41,7 +42,7 @@ __device__ __forceinline__ void pack_weights(const FewDgradParams& p, uint32_t* 
     const int row = i / 128 % plan.row_tiles * 16 + g + i % 2 * 8;
     const int step = i / 128 / plan.row_tiles, k_step = step % plan.k_steps;
     const int part = i / 2 % 2;  // of the step's K
-    const int pair = kHalf ? 2 * k_step + part : k_step;
+    const int pair = few_dgrad_pair(plan, k_step, kHalf ? part : 0);
     const int kd = pair % taps / plan.kernel[1], kh = pair % plan.kernel[1];
     const int c = row % p.c_in, kw = row / p.c_in;
     const int channel = step / plan.k_steps * plan.channels + pair / taps * 8;
@@ -61,9 +62,69 @@ __device__ __forceinline__ void pack_weights(const FewDgradParams& p, uint32_t* 
   }
 }
 
+// The words of a unit of dy for a step of K, column g of tile j: of half types position 8 j + g, else 4 g + j.
+template <ConvMath kMath>
+struct Columns {
+  static constexpr bool kHalf = conv_channels_per_word(kMath) == 2, kSplit = kMath == ConvMath::kTf32x3;
+  uint32_t v[4][2], rest[kSplit ? 4 : 1][2];
+
+  // `step`: from the first sixteen positions to the others; `far`: to the channels of the second word in TF32.
+  __device__ __forceinline__ void load(uint32_t from, int step, int far) {
+    if constexpr (kHalf) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t b[4];
+        load_matrices_transposed(b, from + i * step);
+        v[2 * i][0] = b[0], v[2 * i][1] = b[1], v[2 * i + 1][0] = b[2], v[2 * i + 1][1] = b[3];
+      }
+    } else {
+      const uint4 one = load_four(from), two = load_four(from + far);
+      const uint32_t words[4][2] = {{one.x, two.x}, {one.y, two.y}, {one.z, two.z}, {one.w, two.w}};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if constexpr (kSplit) {
+            split_for_tf32(__uint_as_float(words[j][i]), &v[j][i], &rest[j][i]);
+          } else {
+            v[j][i] = to_tf32(__uint_as_float(words[j][i]));
+          }
+        }
+      }
+    }
+  }
+};
+
+template <ConvMath kMath, int kRowTiles>
+__device__ __forceinline__ void multiply(float (&acc)[kRowTiles][4][4],
+                                         const uint32_t (&a)[kRowTiles * conv_split_factor(kMath)][4],
+                                         const Columns<kMath>& b) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      if constexpr (kMath == ConvMath::kTf32x3) {
+        // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
+        float partial[4] = {0.f, 0.f, 0.f, 0.f};
+        mma_tf32(partial, a[2 * m + 1], b.v[j][0], b.v[j][1]);
+        mma_tf32(partial, a[2 * m], b.rest[j][0], b.rest[j][1]);
+        mma_tf32(partial, a[2 * m], b.v[j][0], b.v[j][1]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[m][j][i] += partial[i];
+      } else if constexpr (kMath == ConvMath::kTf32) {
+        mma_tf32(acc[m][j], a[m], b.v[j][0], b.v[j][1]);
+      } else if constexpr (kMath == ConvMath::kBf16) {
+        mma_bf16(acc[m][j], a[m], b.v[j][0], b.v[j][1]);
+      } else {
+        mma_fp16(acc[m][j], a[m], b.v[j][0], b.v[j][1]);
+      }
+    }
+  }
+}
+
 }  // namespace few_dgrad
 
-template <ConvMath kMath, int kRowTiles, int kUnits>
+template <ConvMath kMath, int kRowTiles, int kUnits, bool kMarches>
 __global__ void __launch_bounds__(kFewDgradThreads, few_dgrad_blocks_per_sm(kMath, kRowTiles))
     conv_few_dgrad_kernel(const __grid_constant__ FewDgradParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -89,14 +150,19 @@ __global__ void __launch_bounds__(kFewDgradThreads, few_dgrad_blocks_per_sm(kMat
 
   pack_weights<kMath>(p, reinterpret_cast<uint32_t*>(smem_bytes + layout.weights));
   const int taps = plan.kernel[0] * plan.kernel[1];
-  for (int i = tid; i < plan.k_steps * (kHalf ? 2 : 1); i += kFewDgradThreads) {
-    const int kd = i % taps / plan.kernel[1], kh = i % plan.kernel[1];
+  constexpr int kPairs = kHalf ? 2 : 1, kSteps = kMarches ? kFewDgradTaps : 1;
+  for (int i = tid; i < plan.k_steps / kSteps * kPairs; i += kFewDgradThreads) {
+    // Marching, of the last tap of the height, whose row of dy is the first.
+    const int pair = few_dgrad_pair(plan, i / kPairs * kSteps + kSteps - 1, i % kPairs);
+    const int kd = pair % taps / plan.kernel[1], kh = pair % plan.kernel[1];
     const int row =
         (plan.kernel[0] - 1 - kd) * plan.dilation[0] * plan.halo[1] + (plan.kernel[1] - 1 - kh) * plan.dilation[1];
-    offsets[i] = i < plan.channels / 8 * taps ? i / taps * 8 * plan.channel + row * plan.pitch : -1;
+    offsets[i] = pair < plan.channels / 8 * taps ? pair / taps * 8 * plan.channel + row * plan.pitch : -1;
   }
   for (int i = tid; i < kFewDgradWarps * kUnits; i += kFewDgradThreads) {
-    const int w = i % plan.units_w, row = i / plan.units_w;
+    // Marching, a warp's units are neighbouring rows.
+    const int across = i / kUnits % plan.units_w, down = i / kUnits / plan.units_w * kUnits + i % kUnits;
+    const int w = kMarches ? across : i % plan.units_w, row = kMarches ? down : i / plan.units_w;
     // Units beyond the tile multiply its first for nobody.
     units[i] = row < tile_d * tile_h
                    ? make_int2((row / tile_h * plan.halo[1] + row % tile_h) * plan.pitch + w * kFewDgradUnit * kSize,
@@ -144,6 +210,8 @@ __global__ void __launch_bounds__(kFewDgradThreads, few_dgrad_blocks_per_sm(kMat
     cp_async_commit();
   };
 
+  wait_for_prerequisites();
+  let_dependents_start();
   __syncthreads();
   for (int i = 0; i < plan.stages - 1; ++i) load();
   const uint32_t weights = static_cast<uint32_t>(__cvta_generic_to_shared(smem_bytes + layout.weights)) + lane * 16;
@@ -172,64 +240,46 @@ __global__ void __launch_bounds__(kFewDgradThreads, few_dgrad_blocks_per_sm(kMat
     char* const stage_bytes = stages + stage * plan.stage_bytes;
     const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(stage_bytes)) + in_unit;
     const uint32_t step_weights = weights + chunk * plan.k_steps * kRowTiles * kParts * 512;
-#pragma unroll 1
-    for (int k = 0; k < plan.k_steps; ++k) {
-      uint32_t a[kRowTiles * kParts][4];
+    auto load_weights = [&](uint32_t (&a)[kRowTiles * kParts][4], int k) {
 #pragma unroll
       for (int m = 0; m < kRowTiles * kParts; ++m) {
         const uint4 v = load_four(step_weights + (k * kRowTiles * kParts + m) * 512);
         a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
       }
-      if constexpr (kHalf) {
-        const int offset = offsets[2 * k + (lane >> 3 & 1)];
+    };
+    if constexpr (kMarches) {
+      // A row of dy meets all taps of the height while it is in registers, those of other rows of dx each.
+#pragma unroll 1
+      for (int k = 0; k < plan.k_steps; k += kFewDgradTaps) {
+        uint32_t a[kFewDgradTaps][kRowTiles * kParts][4];
 #pragma unroll
-        for (int u = 0; u < kUnits; ++u) {
-          uint32_t b[2][4];
-          const uint32_t from = base + offset + unit[u].x;
-          load_matrices_transposed(b[0], offset < 0 ? zeros : from);
-          load_matrices_transposed(b[1], offset < 0 ? zeros : from + 32);
+        for (int kh = 0; kh < kFewDgradTaps; ++kh) load_weights(a[kh], k + kh);
+        const int offset = kHalf ? offsets[k / kFewDgradTaps * 2 + (lane >> 3 & 1)] : offsets[k / kFewDgradTaps];
+        const uint32_t first = base + offset + unit[0].x;
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
+        for (int row = 0; row < kUnits + kFewDgradTaps - 1; ++row) {
+          Columns<kMath> b;
+          b.load(kHalf && offset < 0 ? zeros : first + row * plan.pitch, kHalf && offset < 0 ? 0 : 32,
+                 4 * plan.channel);
 #pragma unroll
-            for (int m = 0; m < kRowTiles; ++m) {
-              if constexpr (kMath == ConvMath::kBf16) {
-                mma_bf16(acc[u][m][j], a[m], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-              } else {
-                mma_fp16(acc[u][m][j], a[m], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-              }
-            }
+          for (int kh = 0; kh < kFewDgradTaps; ++kh) {
+            const int u = row + kh - (kFewDgradTaps - 1);
+            if (u >= 0 && u < kUnits) multiply<kMath, kRowTiles>(acc[u], a[kh], b);
           }
         }
-      } else {
-        const int offset = offsets[k];
+      }
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < plan.k_steps; ++k) {
+        uint32_t a[kRowTiles * kParts][4];
+        load_weights(a, k);
+        const int offset = kHalf ? offsets[2 * k + (lane >> 3 & 1)] : offsets[k];
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) {
-          // Column g of tile j is position 4 g + j of the unit.
-          const uint32_t from = base + offset + unit[u].x;
-          const uint4 near = load_four(from), far = load_four(from + 4 * plan.channel);
-          const uint32_t b[4][2] = {{near.x, far.x}, {near.y, far.y}, {near.z, far.z}, {near.w, far.w}};
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            if constexpr (kMath == ConvMath::kTf32x3) {
-              uint32_t b0, b1, rest0, rest1;
-              split_for_tf32(__uint_as_float(b[j][0]), &b0, &rest0);
-              split_for_tf32(__uint_as_float(b[j][1]), &b1, &rest1);
-#pragma unroll
-              for (int m = 0; m < kRowTiles; ++m) {
-                // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
-                float partial[4] = {0.f, 0.f, 0.f, 0.f};
-                mma_tf32(partial, a[2 * m + 1], b0, b1);
-                mma_tf32(partial, a[2 * m], rest0, rest1);
-                mma_tf32(partial, a[2 * m], b0, b1);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) acc[u][m][j][i] += partial[i];
-              }
-            } else {
-              const uint32_t b0 = to_tf32(__uint_as_float(b[j][0])), b1 = to_tf32(__uint_as_float(b[j][1]));
-#pragma unroll
-              for (int m = 0; m < kRowTiles; ++m) mma_tf32(acc[u][m][j], a[m], b0, b1);
-            }
-          }
+          Columns<kMath> b;
+          b.load(kHalf && offset < 0 ? zeros : base + offset + unit[u].x, kHalf && offset < 0 ? 0 : 32,
+                 4 * plan.channel);
+          multiply<kMath, kRowTiles>(acc[u], a, b);
         }
       }
     }

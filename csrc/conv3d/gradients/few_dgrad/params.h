@@ -26,6 +26,7 @@ struct FewDgradPlan {
   ConvMath math = ConvMath::kTf32;
   // Rows of the products are (tap of the width, channel of dx): of 16 of them, and units of a warp.
   int row_tiles = 1, units = 4;
+  bool dy_is_made = false;  // by the kernel for dweight
   int kernel[3] = {1, 1, 1};
   int dilation[2] = {1, 1};
   int padding[3] = {0, 0, 0};
@@ -33,6 +34,8 @@ struct FewDgradPlan {
   int chunks = 1;    // of channels
   int parts = 1;     // of a weight: 2 with fp32 accuracy
   int k_steps = 1;   // of a chunk: 8 (TF32) or 16 (half) pairs of a channel and a tap of depth and height
+  // A warp's units are neighbouring rows, so that it loads a row of dy once for the three taps of the height.
+  bool marches = false;
   int tile[2] = {1, 1};
   int units_w = 1;  // of a row of dy
   int halo[2] = {1, 1};
@@ -51,6 +54,14 @@ struct FewDgradPlan {
   double cycles = 0;  // estimated, of the whole launch
 };
 
+// What a part of a step of K is: 8 channels at a tap of depth and height, those of the height innermost. Marching, half
+// types' two parts are of one tap of the height.
+KGOPT_HD int few_dgrad_pair(const FewDgradPlan& p, int k_step, int part) {
+  const int parts = conv_channels_per_word(p.math);
+  if (!p.marches) return k_step * parts + part;
+  return (k_step / p.kernel[1] * parts + part) * p.kernel[1] + k_step % p.kernel[1];
+}
+
 // Passed by value as a __grid_constant__.
 struct FewDgradParams {
   const void* dy;
@@ -61,6 +72,7 @@ struct FewDgradParams {
   int64_t w_stride_out, w_stride_in, w_stride_k[3];
   int c_in, c_out;
   int in[3], out[3];
+  bool early;  // the weight was there before the kernel ahead: this one may start beside it
   FewDgradPlan plan;
 };
 

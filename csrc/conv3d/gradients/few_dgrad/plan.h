@@ -50,7 +50,8 @@ inline bool few_dgrad_tile(FewDgradPlan* p, const ConvProblem& q, const DeviceLi
   p->channels = channels;
   p->chunks = static_cast<int>((q.c_out + channels - 1) / channels);
   const int pairs = channels / 8 * p->kernel[0] * p->kernel[1];
-  p->k_steps = half ? (pairs + 1) / 2 : pairs;
+  const int together = p->marches ? p->kernel[1] : 1;
+  p->k_steps = half ? (pairs / together + 1) / 2 * together : pairs;
   for (int i = 0; i < 2; ++i) {
     p->halo[i] = p->tile[i] + (p->kernel[i] - 1) * p->dilation[i];
     p->tiles[i] = (q.in[i] + p->tile[i] - 1) / p->tile[i];
@@ -62,7 +63,8 @@ inline bool few_dgrad_tile(FewDgradPlan* p, const ConvProblem& q, const DeviceLi
   while (p->channel % 128 != (half ? 16 : 32)) p->channel += 16;
   p->scratch_channel = d * h * (p->units_w * kFewDgradUnit + 4);
   while (p->scratch_channel % 32 != (half ? 8 : 1)) ++p->scratch_channel;  // neighbouring channels: other banks
-  p->dy_copy = few_copy(q.out[2] * size, p->pitch, channels * p->halo[0] * p->halo[1], kFewDgradThreads);
+  const int64_t dy_row = p->dy_is_made ? made_row_elements(q.out[2], size) : q.out[2];
+  p->dy_copy = few_copy(dy_row * size, p->pitch, channels * p->halo[0] * p->halo[1], kFewDgradThreads);
   // At the end room for one row more.
   const int64_t stage = p->pitch + std::max(int64_t(channels) * p->channel,
                                             int64_t(q.c_in) * p->scratch_channel * int64_t(sizeof(float)));
@@ -78,7 +80,8 @@ inline double few_dgrad_cost(const FewDgradPlan& p, const ConvProblem& q) {
   const double units = kFewDgradWarps * p.units;
   const double steps = double(p.chunks) * p.k_steps;
   const double mma = steps * units * 4 * p.row_tiles * 2 * (p.parts == 2 ? 3 : 1);
-  const double shared = steps * (units * 8 + kFewDgradWarps * (4.0 * p.row_tiles * p.parts + 1));
+  const double loads = p.marches ? (p.units + 2.0) / (p.units * p.kernel[1]) : 1;  // of dy, for a step
+  const double shared = steps * (units * 8 * loads + kFewDgradWarps * (4.0 * p.row_tiles * p.parts + 1));
   const double rows = double(p.chunks) * p.channels * p.halo[0] * p.halo[1];
   const double copies = rows * p.dy_copy.pieces / 32 * 12;
   const double sums = units * 32 * kFewDgradTaps * double(q.c_in) * 4 / 128 * 3;
@@ -88,9 +91,10 @@ inline double few_dgrad_cost(const FewDgradPlan& p, const ConvProblem& q) {
 
 }  // namespace plan_detail
 
-// Of contiguous tensors at multiples of 16 bytes.
-inline FewDgradPlan plan_few_dgrad(const ConvProblem& q, const DeviceLimits& limits) {
+// Of contiguous tensors at multiples of 16 bytes. `dy_is_made`: its rows are of made_row_elements.
+inline FewDgradPlan plan_few_dgrad(const ConvProblem& q, const DeviceLimits& limits, bool dy_is_made = false) {
   FewDgradPlan p;
+  p.dy_is_made = dy_is_made;
   const auto refuse = refuser(p);
   if (const char* why = few_gradient_refusal(q, limits)) return refuse(why);
   p.math = conv_math(q);
@@ -122,24 +126,31 @@ inline FewDgradPlan plan_few_dgrad(const ConvProblem& q, const DeviceLimits& lim
   if (most_rows == 0) return refuse("rows of more positions than a block has");
   double best = -1;
   FewDgradPlan chosen;
-  for (int d : {1, 2, 3, 4, 6, 8}) {
-    if (d > q.in[0] || d > most_rows) break;
-    for (int h = 1; h <= most_rows / d && h <= q.in[1]; ++h) {
-      for (int channels : {8, 16, 24, 32}) {
-        if (channels > (q.c_out + 7) / 8 * 8) break;
-        for (const auto& [blocks_per_sm, stages] :
-             {std::pair(2, 3), std::pair(2, 2), std::pair(1, 3), std::pair(1, 2)}) {
-          if (blocks_per_sm > few_dgrad_blocks_per_sm(p.math, p.row_tiles)) continue;
-          p.blocks_per_sm = blocks_per_sm;
-          p.stages = stages;
-          if (!plan_detail::few_dgrad_tile(&p, q, limits, d, h, channels)) continue;
-          const double rounds = std::ceil(double(p.all_tiles) / (double(blocks_per_sm) * limits.sm_count));
-          // Alone, a block has nobody to work while it waits.
-          const double cost = rounds * blocks_per_sm * plan_detail::few_dgrad_cost(p, q) * (stages == 2 ? 1.05 : 1.0) *
-                              (blocks_per_sm == 1 ? 1.3 : 1.0);
-          if (best < 0 || cost < best) {
-            best = cost;
-            chosen = p;
+  // With fp32 accuracy and two row tiles registers are too few.
+  const bool may_march = p.kernel[1] == kFewDgradTaps && p.dilation[1] == 1 && (p.parts == 1 || p.row_tiles == 1);
+  for (bool marches : {true, false}) {  // the first where products bound both: it converts half as many words
+    if (marches && !may_march) continue;
+    p.marches = marches;
+    for (int d : {1, 2, 3, 4, 6, 8}) {
+      if (d > q.in[0] || d > most_rows) break;
+      const int step = p.marches ? p.units : 1;  // rows of a warp are those of one plane
+      for (int h = step; h <= most_rows / d && h < q.in[1] + step; h += step) {
+        for (int channels : {8, 16, 24, 32}) {
+          if (channels > (q.c_out + 7) / 8 * 8) break;
+          for (const auto& [blocks_per_sm, stages] :
+               {std::pair(2, 3), std::pair(2, 2), std::pair(1, 3), std::pair(1, 2)}) {
+            if (blocks_per_sm > few_dgrad_blocks_per_sm(p.math, p.row_tiles)) continue;
+            p.blocks_per_sm = blocks_per_sm;
+            p.stages = stages;
+            if (!plan_detail::few_dgrad_tile(&p, q, limits, d, h, channels)) continue;
+            const double rounds = std::ceil(double(p.all_tiles) / (double(blocks_per_sm) * limits.sm_count));
+            // Alone, a block has nobody to work while it waits.
+            const double cost = rounds * blocks_per_sm * plan_detail::few_dgrad_cost(p, q) * (stages == 2 ? 1.05 : 1.0) *
+                                (blocks_per_sm == 1 ? 1.3 : 1.0);
+            if (best < 0 || cost < best) {
+              best = cost;
+              chosen = p;
+            }
           }
         }
       }

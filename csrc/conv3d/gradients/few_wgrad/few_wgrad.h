@@ -10,4 +10,7 @@ namespace kgopt {
 // dw and, where wanted, dbias; partials of plan.partial_floats.
 Status run_conv_few_wgrad(const FewWgradParams& p, cudaStream_t stream);
 
+// Its first kernel where the plan makes dy.
+Status launch_conv_few_wgrad_making(const FewWgradParams& p, cudaStream_t stream);
+
 }  // namespace kgopt

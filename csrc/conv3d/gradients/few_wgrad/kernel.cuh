@@ -6,6 +6,9 @@
 // taps of the width are the same registers, shifted by one value. A block walks over tiles of positions, cp.async
 // filling one stage while its warps multiply another, and keeps its part of dw in registers from start to end; the
 // blocks' parts are added afterwards, always in the same order.
+//
+// Behind a norm and a mean, dy is an affine function of the convolution's output for each sample and channel. Then dy is
+// not read: the tile of x is convolved again, in TF32 whatever the type, which holds half values as they are.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,6 +21,7 @@
 #include "conv3d/gradients/copy_rows.cuh"
 #include "conv3d/gradients/few_wgrad/params.h"
 #include "conv3d/gradients/few_wgrad/plan.h"
+#include "groupnorm/shared/affine_row.cuh"
 
 namespace kgopt {
 
@@ -121,9 +125,149 @@ __device__ __forceinline__ void multiply_split(float (&c)[4], const uint32_t (&a
   for (int i = 0; i < 4; ++i) c[i] += partial[i];
 }
 
+// A value as the bits of a float.
+template <ConvMath kMath>
+__device__ __forceinline__ float value_of(std::conditional_t<conv_channels_per_word(kMath) == 1, float, unsigned short> v) {
+  if constexpr (kMath == ConvMath::kBf16) {
+    return __uint_as_float(uint32_t(v) << 16);
+  } else if constexpr (kMath == ConvMath::kFp16) {
+    return __half2float(__ushort_as_half(v));
+  } else {
+    return v;
+  }
+}
+template <ConvMath kMath>
+__device__ __forceinline__ float load_value(uint32_t address) {
+  if constexpr (conv_channels_per_word(kMath) == 1) {
+    return __uint_as_float(load_one(address));
+  } else {
+    unsigned short v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+    return value_of<kMath>(v);
+  }
+}
+
+// The convolution of a tile, by which dy is made.
+template <ConvMath kMath, int kDyTiles>
+struct MadeDy {
+  using Element = std::conditional_t<conv_channels_per_word(kMath) == 1, float, unsigned short>;
+  using Value = std::conditional_t<kMath == ConvMath::kBf16, __nv_bfloat16,
+                                   std::conditional_t<kMath == ConvMath::kFp16, __half, float>>;
+  static constexpr int kSize = sizeof(Element), kStrips = kSize == 2 ? 2 : 1;  // of 16 positions in a unit
+  static constexpr bool kSplit = kMath == ConvMath::kTf32x3;
+  using Fragment = std::conditional_t<kSplit, uint4, uint2>;
+
+  // Of the eight channels of a tile, the one that a column of the product is: a thread's two sums are four apart, so
+  // that stores of both meet fewer banks twice.
+  static __device__ __forceinline__ int channel_of(int column) { return column / 2 + column % 2 * 4; }
+
+  static __device__ __forceinline__ void pack(const FewWgradParams& p, int c_first, int x_base, Fragment* weights,
+                                              int2* taps) {
+    const FewWgradPlan& plan = p.plan;
+    const int tiles = few_wgrad_channels(plan) / 8;
+    const auto place_of = [&](FewWgradTap tap) {
+      const int row = max(tap.row, 0), kh = row % plan.kernel[1], kd = row / plan.kernel[1] % plan.kernel[0];
+      return x_base + row / (plan.kernel[1] * plan.kernel[0]) * plan.x_channel +
+             kd * plan.dilation[0] * plan.x_plane + kh * plan.dilation[1] * plan.x_pitch +
+             (plan.margin[0] + tap.column - plan.padding[2]) * kSize;
+    };
+    for (int i = threadIdx.x; i < plan.k_steps * 4; i += kFewWgradThreads) {
+      const int quad = i / 4 * 2;
+      taps[i] = {place_of(few_wgrad_tap(plan, quad, i % 4)), place_of(few_wgrad_tap(plan, quad + 1, i % 4))};
+    }
+    for (int i = threadIdx.x; i < plan.k_steps * tiles * 32; i += kFewWgradThreads) {
+      const int lane = i % 32, tile = i / 32 % tiles, step = i / 32 / tiles;
+      const int c = c_first + tile * 8 + channel_of(lane / 4);
+      float v[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const FewWgradTap tap = few_wgrad_tap(plan, step * 2 + j, lane % 4);
+        const int kh = tap.row % plan.kernel[1], kd = tap.row / plan.kernel[1] % plan.kernel[0];
+        const int c_in = tap.row / (plan.kernel[1] * plan.kernel[0]);
+        v[j] = tap.row < 0 || c >= p.c_out
+                   ? 0.f
+                   : value_of<kMath>(static_cast<const Element*>(
+                         p.weight)[c * p.w_stride_out + c_in * p.w_stride_in + kd * p.w_stride_k[0] +
+                                   kh * p.w_stride_k[1] + tap.column * p.w_stride_k[2]]);
+      }
+      if constexpr (kSplit) {
+        split_for_tf32(v[0], &weights[i].x, &weights[i].z);
+        split_for_tf32(v[1], &weights[i].y, &weights[i].w);
+      } else {
+        weights[i] = {to_tf32(v[0]), to_tf32(v[1])};
+      }
+    }
+  }
+
+  // Of channel c of sample n: dy = (convolution - x) * y + z.
+  static __device__ __forceinline__ float4 row_of(const FewWgradParams& p, int64_t n, int c) {
+    if (c >= p.c_out) return make_float4(0.f, 0.f, 0.f, 0.f);
+    const GradientRow<float> row = static_cast<const GradientRow<float>*>(p.gradient_rows)[n * p.c_out + c];
+    const float bias = p.bias ? load_as<float>(p.bias, c, p.bias_dtype) : 0.f, rstd = row.affine.rstd;
+    return make_float4(row.affine.mean - bias, -rstd * (rstd * row.term_xhat), -rstd * row.term, 0.f);
+  }
+
+  // A strip: 16 positions of all of the block's channels. `from`: the strip in x, `to`: in dy. A row of the product is a
+  // position, rows g and g + 8 being neighbours. `left` positions are dy's from this thread's first on; the others
+  // become zeros.
+  static __device__ __forceinline__ void strip(const FewWgradPlan& plan, uint32_t from, char* to, int left,
+                                               const Fragment* weights, const int2* taps, const float4* rows) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tiles = few_wgrad_channels(plan) / 8;
+    from += g * 2 * kSize;
+    to += g * 2 * kSize;
+    for (int first = 0; first < tiles; first += kDyTiles) {
+      float made[kDyTiles][4] = {};
+      const Fragment* at = weights + first * 32 + lane;
+#pragma unroll 2
+      for (int k = 0; k < plan.k_steps; ++k, at += tiles * 32) {
+        const int2 tap = taps[k * 4 + t];
+        const uint32_t one = from + tap.x, two = from + tap.y;
+        const float x[4] = {load_value<kMath>(one), load_value<kMath>(one + kSize), load_value<kMath>(two),
+                            load_value<kMath>(two + kSize)};
+        uint32_t a[4];
+        if constexpr (kSplit) {
+          uint32_t rest[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) split_for_tf32(x[i], &a[i], &rest[i]);
+#pragma unroll
+          for (int j = 0; j < kDyTiles; ++j) {
+            const uint4 b = at[j * 32];
+            // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
+            float partial[4] = {0.f, 0.f, 0.f, 0.f};
+            mma_tf32(partial, rest, b.x, b.y);
+            mma_tf32(partial, a, b.z, b.w);
+            mma_tf32(partial, a, b.x, b.y);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) made[j][i] += partial[i];
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[i] = kMath == ConvMath::kTf32 ? to_tf32(x[i]) : __float_as_uint(x[i]);
+#pragma unroll
+          for (int j = 0; j < kDyTiles; ++j) {
+            const uint2 b = at[j * 32];
+            mma_tf32(made[j], a, b.x, b.y);
+          }
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kDyTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int c = (first + j) * 8 + t + i * 4;
+          const float4 row = rows[c];
+          const float v[2] = {left > 0 ? fmaf(made[j][i] - row.x, row.y, row.z) : 0.f,
+                              left > 1 ? fmaf(made[j][2 + i] - row.x, row.y, row.z) : 0.f};
+          store_vec(reinterpret_cast<Value*>(to + c * plan.dy_channel), kgopt::pack<Value>(v));
+        }
+      }
+    }
+  }
+};
+
 }  // namespace few_wgrad
 
-template <ConvMath kMath, int kXTiles, int kDyTiles, bool kDyIsA, int kLead>
+template <ConvMath kMath, int kXTiles, int kDyTiles, bool kDyIsA, int kLead, bool kMakesDy>
 __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMath))
     conv_few_wgrad_kernel(const __grid_constant__ FewWgradParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -143,7 +287,7 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
   char* const stages = smem_bytes + layout.stages;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   const int channels = few_wgrad_channels(plan), c_first = blockIdx.y * channels;
-  const int x_base = channels * plan.dy_channel + 64;  // of a stage: x after dy
+  const int x_base = kMakesDy ? 0 : channels * plan.dy_channel + 64;  // of a stage: x after dy
   const int tile_d = plan.tile[0], tile_h = plan.tile[1];
   const int unit_count = few_wgrad_units(plan);
 
@@ -165,9 +309,15 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
     return CopiedRow{uint32_t(offset), x_base + c * plan.x_channel + d * plan.x_plane + h * plan.x_pitch, d, h};
   });
   // What no copy writes is read, too, and multiplied by zeros.
-  for (int i = tid * 16; i < plan.stage_bytes * plan.stages; i += kFewWgradThreads * 16) {
+  for (int i = tid * 16 - plan.made_bytes; i < plan.stage_bytes * plan.stages; i += kFewWgradThreads * 16) {
     *reinterpret_cast<uint4*>(stages + i) = make_uint4(0, 0, 0, 0);
   }
+  using Made = MadeDy<kMath, kDyTiles>;
+  auto* const weights = reinterpret_cast<typename Made::Fragment*>(smem_bytes + layout.weights);
+  int2* const taps = reinterpret_cast<int2*>(smem_bytes + layout.taps);
+  float4* const rows = reinterpret_cast<float4*>(smem_bytes + layout.rows);
+  char* const made = smem_bytes + layout.made;
+  if constexpr (kMakesDy) Made::pack(p, c_first, x_base, weights, taps);
 
   // This thread's rows of x and channels of dy, in a stage.
   uint32_t x_row[kXTiles], dy_row;
@@ -199,10 +349,12 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
       const int64_t n = load_tile / in_sample;
       const auto [d, h, w] = corner_of(load_tile);
       char* const stage = stages + load_stage * plan.stage_bytes;
-      const Element* const dy = static_cast<const Element*>(p.dy) + n * p.dy_stride_n + c_first * p.dy_stride_c;
-      copy_few_rows<kFewWgradThreads>(
-          plan.dy_copy, stage, dy + d * p.dy_stride[0] + h * p.dy_stride[1] + w, dy_rows,
-          {d, h, w, {tile_d, tile_h}, {p.out[0], p.out[1], p.out[2]}, (p.c_out - c_first) * tile_d * tile_h});
+      if constexpr (!kMakesDy) {
+        const Element* const dy = static_cast<const Element*>(p.dy) + n * p.dy_stride_n + c_first * p.dy_stride_c;
+        copy_few_rows<kFewWgradThreads>(
+            plan.dy_copy, stage, dy + d * p.dy_stride[0] + h * p.dy_stride[1] + w, dy_rows,
+            {d, h, w, {tile_d, tile_h}, {p.out[0], p.out[1], p.out[2]}, (p.c_out - c_first) * tile_d * tile_h});
+      }
       const int in_d = d * plan.step[0] - plan.padding[0], in_h = h * plan.step[1] - plan.padding[1];
       const int in_w = w - plan.margin[0];
       const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
@@ -217,6 +369,15 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
 
   float acc[kATiles][kBTiles][kTaps][4] = {};
   float sums[kDyTiles] = {};
+  float4 row = make_float4(0.f, 0.f, 0.f, 0.f);  // of the tile that comes, of this thread's channel
+  auto load_row = [&](int tile) {
+    if (tid < channels && tile < all_tiles) row = Made::row_of(p, tile / in_sample, c_first + tid);
+  };
+  if constexpr (kMakesDy) {
+    wait_for_prerequisites();
+    let_dependents_start();
+    load_row(blockIdx.x);
+  }
   __syncthreads();
   for (int i = 0; i < plan.stages - 1; ++i) load();
   int stage = 0;
@@ -226,6 +387,9 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
     } else {
       cp_async_wait_group<1>();
     }
+    if constexpr (kMakesDy) {
+      if (tid < channels) rows[tid] = row;
+    }
     __syncthreads();  // this tile is there for all, and all have read the one before it
     load();
     const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(stages + stage * plan.stage_bytes));
@@ -234,6 +398,29 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
     // Both in halves of a word, whose highest bits stay where a position of a unit is below.
     const uint32_t left_rows = min(p.out[0] - corner.d, 0x7fff) << 16 | min(p.out[1] - corner.h, 0x7fff) | 0x80008000u;
     const int left_words = (p.out[2] - corner.w) * kSize / 4 - t * 4;
+    const uint32_t dy_base = kMakesDy ? static_cast<uint32_t>(__cvta_generic_to_shared(made)) : base;
+    if constexpr (kMakesDy) {
+      load_row(tile + gridDim.x);
+#pragma unroll 1
+      for (int i = warp; i < unit_count * Made::kStrips; i += kFewWgradWarps) {
+        const int4 at = units[i / Made::kStrips];
+        if (((left_rows - at.z - 0x00010001u) & 0x80008000u) != 0x80008000u) continue;
+        const int first = i % Made::kStrips * 16, left = p.out[2] - corner.w - at.w * 4 / kSize - first - g * 2;
+        Made::strip(plan, base + at.y + first * kSize, made + at.x + first * kSize, left, weights, taps, rows);
+      }
+      __syncthreads();
+      if (p.made) {
+        Element* const to = static_cast<Element*>(p.made) + tile / in_sample * p.dy_stride_n + c_first * p.dy_stride_c;
+        store_few_rows<kFewWgradThreads>(
+            plan.dy_copy, made, to + corner.d * p.dy_stride[0] + corner.h * p.dy_stride[1] + corner.w, dy_rows,
+            {corner.d,
+             corner.h,
+             corner.w,
+             {tile_d, tile_h},
+             {p.out[0], p.out[1], p.out[2]},
+             (p.c_out - c_first) * tile_d * tile_h});
+      }
+    }
 #pragma unroll 1
     for (int unit = group; unit < unit_count; unit += groups) {
       const int4 at = units[unit];
@@ -242,7 +429,7 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
       const int words = left_words - at.w;
       uint32_t dy[kDyTiles][4];
       [[maybe_unused]] uint32_t dy_rest[kSplit ? kDyTiles : 1][4];
-      const uint32_t dy_address = base + at.x + dy_row;
+      const uint32_t dy_address = dy_base + at.x + dy_row;
 #pragma unroll
       for (int j = 0; j < kDyTiles; ++j) {
         const uint4 v = load_four(dy_address + j * 8 * plan.dy_channel);
@@ -348,58 +535,10 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
   __syncthreads();
   const int floats = few_wgrad_floats(plan);
   float* const to = p.partials + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * floats;
-  for (int i = tid; i < floats; i += kFewWgradThreads) to[i] = reinterpret_cast<const float*>(stages)[i];
-#endif
-}
-
-inline constexpr int kFewWgradSumLanes = 32;   // elements of a block's partial sums, neighbours
-inline constexpr int kFewWgradSumShares = 16;  // threads that share an element's partial sums
-
-// The order of summation depends on the plan alone.
-__global__ void __launch_bounds__(kFewWgradSumLanes* kFewWgradSumShares)
-    conv_few_wgrad_sum_kernel(const __grid_constant__ FewWgradParams p) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  wait_for_prerequisites();
-  __shared__ float shares[kFewWgradSumShares][kFewWgradSumLanes];
-  const FewWgradPlan& plan = p.plan;
-  const int lane = threadIdx.x % 32, share = threadIdx.x / 32;
-  const int floats = few_wgrad_floats(plan);
-  const int piece = blockIdx.x % (floats / 32), channel_block = blockIdx.x / (floats / 32);
-  const float* from = p.partials + (int64_t(channel_block) * plan.blocks + share) * floats + piece * 32 + lane;
-  float sum = 0.f;
-#pragma unroll 4
-  for (int block = share; block < plan.blocks; block += kFewWgradSumShares) {
-    sum += *from;
-    from += int64_t(kFewWgradSumShares) * floats;
+  for (int i = tid; i < floats; i += kFewWgradThreads) {
+    const float sum = reinterpret_cast<const float*>(stages)[i];
+    to[i] = p.adds ? to[i] + sum : sum;
   }
-  shares[share][lane] = sum;
-  __syncthreads();
-  if (share > 0) return;
-#pragma unroll
-  for (int i = 1; i < kFewWgradSumShares; ++i) sum += shares[i][lane];
-
-  const int accumulators = floats / 32 / plan.splits;
-  const int i = piece % accumulators, split = piece / accumulators;
-  const int g = lane / 4, t = lane % 4;
-  const int c_first = channel_block * few_wgrad_channels(plan) + split * plan.dy_tiles * 8;
-  const int sums_at = accumulators - plan.dy_tiles;
-  if (i >= sums_at) {
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    const int c = c_first + (i - sums_at) * 8 + g;
-    if (p.dbias && t == 0 && c < p.c_out) store_as(p.dbias, c, p.dtype, sum);
-    return;
-  }
-  const int b_tiles = plan.dy_is_a ? plan.x_tiles : plan.dy_tiles;
-  const int kw = i / 4 % kFewWgradTaps, b = i / 4 / kFewWgradTaps % b_tiles, a = i / 4 / kFewWgradTaps / b_tiles;
-  const int in_a = a * 16 + g + i % 4 / 2 * 8, in_b = b * 8 + 2 * t + i % 2;
-  const int row = plan.dy_is_a ? in_b : in_a, c_out = c_first + (plan.dy_is_a ? in_a : in_b);
-  if (!p.dw || row >= plan.rows || c_out >= p.c_out || kw >= plan.kernel[2]) return;
-  const int kh = row % plan.kernel[1], kd = row / plan.kernel[1] % plan.kernel[0];
-  const int c = row / (plan.kernel[1] * plan.kernel[0]);
-  const int64_t at = c_out * p.dw_stride_out + c * p.dw_stride_in + kd * p.dw_stride_k[0] + kh * p.dw_stride_k[1] +
-                     kw * p.dw_stride_k[2];
-  store_as(p.dw, at, p.dtype, sum);
 #endif
 }
 

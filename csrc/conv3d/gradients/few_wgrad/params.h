@@ -30,6 +30,10 @@ struct FewWgradPlan {
   int splits = 1;          // warps side by side along channels of dy; the others share the positions
   int channel_blocks = 1;  // thread blocks along channels of dy
   int rows = 1;            // c_in times taps of depth and height
+  // dy is not read: it is scale * (convolution of x) + offset, made in shared memory tile by tile. Steps of K of that
+  // convolution, of two quads of taps.
+  bool makes_dy = false;
+  int k_steps = 0;
   int kernel[3] = {1, 1, 1};
   int step[3] = {1, 1, 1};
   int dilation[3] = {1, 1, 1};
@@ -44,6 +48,7 @@ struct FewWgradPlan {
   int64_t all_tiles = 1;  // of all samples
   int stages = 2;
   int stage_bytes = 0;
+  int made_bytes = 0;  // of a tile of dy that is made
   int blocks_per_sm = 2;
   int blocks = 1;  // per channel block
   int smem_bytes = 0;
@@ -58,6 +63,22 @@ KGOPT_HD int few_wgrad_floats(const FewWgradPlan& p) {  // a block's partial sum
   return p.splits * 32 * few_wgrad_accumulators(p.x_tiles, p.dy_tiles);
 }
 
+// Four taps of the convolution that gives dy, each from rows of x and columns in other banks: two neighbouring rows at
+// the first two taps of the width, and, where these are odd in number, four rows at the last.
+struct FewWgradTap {
+  int row, column;  // row < 0: none
+};
+KGOPT_HD int few_wgrad_pair_quads(const FewWgradPlan& p) { return p.kernel[2] > 1 ? (p.rows + 1) / 2 : 0; }
+KGOPT_HD int few_wgrad_quads(const FewWgradPlan& p) {
+  return few_wgrad_pair_quads(p) + (p.kernel[2] % 2 == 1 ? (p.rows + 3) / 4 : 0);
+}
+KGOPT_HD FewWgradTap few_wgrad_tap(const FewWgradPlan& p, int quad, int i) {
+  const int pairs = few_wgrad_pair_quads(p);
+  const FewWgradTap tap = quad < pairs ? FewWgradTap{quad * 2 + i % 2, i / 2}
+                                       : FewWgradTap{(quad - pairs) * 4 + i, p.kernel[2] - 1};
+  return tap.row < p.rows && quad < few_wgrad_quads(p) ? tap : FewWgradTap{-1, 0};
+}
+
 // Passed by value as a __grid_constant__.
 struct FewWgradParams {
   const void* x;
@@ -66,6 +87,18 @@ struct FewWgradParams {
   int64_t dy_stride_n, dy_stride_c, dy_stride[2];
   int c_in, c_out;
   int in[3], out[3];
+  // Where the plan makes dy, which is the gradient through a norm and a mean: dy = -rstd (term + xhat term_xhat), with
+  // xhat of the convolution plus bias. It is stored where `made` is not null, with dy's strides.
+  const void* gradient_rows;  // [n, c_out] of GradientRow<float>, see groupnorm/shared/affine_row.cuh
+  const void* weight;         // of x's dtype
+  int64_t w_stride_out, w_stride_in, w_stride_k[3];
+  const void* bias;  // of bias_dtype, or null
+  Dtype bias_dtype;
+  void* made;
+  // Samples may come in several launches, one after the other, whose sums are one.
+  bool adds;          // to the partial sums that are there
+  bool more;          // launches follow: the partial sums stay what they are
+  bool early;         // the weight was there before the kernel ahead: this one may start beside it
   float* partials;  // [channel block][block][split][accumulator][lane]
   void* dw;
   int64_t dw_stride_out, dw_stride_in, dw_stride_k[3];

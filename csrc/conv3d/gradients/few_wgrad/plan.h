@@ -17,6 +17,10 @@ struct FewWgradLayout {
   int units;    // int4 per unit of a tile: where it lies in dy and in x, and its position
   int dy_rows;  // int4 per (channel, row) of dy: offset in memory (64 bits), in the stage, position
   int x_rows;   // the same of x
+  int weights;  // where dy is made: fragments, [k step][8 channels][lane] of 8 bytes, or 16 with both of their parts
+  int taps;     // an int2 per thread of four and k step: where its two taps lie in x
+  int rows;     // a float4 per channel: center, scale and offset of the convolution
+  int made;     // a tile of dy
   int stages;
   int total;
 };
@@ -30,7 +34,12 @@ KGOPT_HD FewWgradLayout few_wgrad_layout(const FewWgradPlan& p) {
   s.units = 0;
   s.dy_rows = s.units + align(few_wgrad_units(p) * 16);
   s.x_rows = s.dy_rows + align(p.dy_copy.slots * 16);
-  s.stages = s.x_rows + align(p.x_copy.slots * 16);
+  s.weights = s.x_rows + align(p.x_copy.slots * 16);
+  const int channels = few_wgrad_channels(p);
+  s.taps = s.weights + (p.makes_dy ? p.k_steps * channels * 32 * conv_split_factor(p.math) : 0);
+  s.rows = s.taps + align(p.k_steps * 8 * 4);
+  s.made = s.rows + (p.makes_dy ? align(channels * 16) : 0);
+  s.stages = s.made + p.made_bytes;
   const int sums = few_wgrad_floats(p) * 4;  // at the end, over the stages
   s.total = s.stages + (p.stage_bytes * p.stages > sums ? p.stage_bytes * p.stages : sums);
   return s;
@@ -60,17 +69,21 @@ inline bool few_wgrad_tile(FewWgradPlan* p, const ConvProblem& q, const DeviceLi
   p->x_plane = odd_halves(p->halo[1] * p->x_pitch, p->kernel[1] % 2 == 1);
   p->x_channel = odd_halves(p->halo[0] * p->x_plane, p->kernel[0] * p->kernel[1] % 2 == 1);
   const int x_bytes = (p->margin[0] + p->tile[2] + p->margin[1]) * size;
-  p->dy_copy = few_copy(q.out[2] * size, p->dy_pitch, few_wgrad_channels(*p) * d * h, kFewWgradThreads);
+  const int64_t dy_row = p->makes_dy ? made_row_elements(q.out[2], size) : q.out[2];
+  p->dy_copy = few_copy(dy_row * size, p->dy_pitch, few_wgrad_channels(*p) * d * h, kFewWgradThreads);
   p->x_copy = few_copy(q.in[2] * size, x_bytes, static_cast<int>(q.c_in) * p->halo[0] * p->halo[1], kFewWgradThreads);
   // At the end room for one row more.
-  const int64_t stage = int64_t(few_wgrad_channels(*p)) * p->dy_channel + q.c_in * int64_t(p->x_channel) + 64 +
-                        std::max(p->dy_pitch, x_bytes);
-  if (stage > limits.smem_per_block) return false;
+  const int64_t dy_bytes = int64_t(few_wgrad_channels(*p)) * p->dy_channel + 64;
+  const int64_t stage = q.c_in * int64_t(p->x_channel) + std::max(p->dy_pitch, x_bytes) + (p->makes_dy ? 0 : dy_bytes);
+  if (stage + dy_bytes > 2 * int64_t(limits.smem_per_block)) return false;
   p->stage_bytes = static_cast<int>((stage + 127) / 128 * 128);
+  if (p->makes_dy) p->made_bytes = static_cast<int>((dy_bytes + p->dy_pitch + 127) / 128 * 128);
   p->all_tiles = q.n * p->tiles[0] * p->tiles[1] * p->tiles[2];
   p->smem_bytes = few_wgrad_layout(*p).total;
   return p->smem_bytes <= limits.smem_per_block && p->blocks_per_sm * (p->smem_bytes + 1024) <= limits.smem_per_sm;
 }
+
+inline int few_wgrad_unit_values(const ConvProblem& q) { return kFewWgradUnit / (q.dtype == Dtype::kFloat32 ? 4 : 2); }
 
 // Estimated cycles of a multiprocessor for a tile: the slowest of products, shared memory and copies.
 inline double few_wgrad_cost(const FewWgradPlan& p, const ConvProblem& q) {
@@ -83,18 +96,26 @@ inline double few_wgrad_cost(const FewWgradPlan& p, const ConvProblem& q) {
   const double dy_rows = double(few_wgrad_channels(p)) * p.tile[0] * p.tile[1];
   const double x_rows = double(q.c_in) * p.halo[0] * p.halo[1];
   const double copies = (dy_rows * p.dy_copy.pieces + x_rows * p.x_copy.pieces) / 32 * 12;
+  double made = 0, made_mma = 0;
+  if (p.makes_dy) {
+    const double strips = units * (few_wgrad_unit_values(q) / 16.0), tiles = few_wgrad_channels(p) / 8.0;
+    made = strips * (p.k_steps * (8.0 + (split ? 4 : 2) * tiles) + 8 * tiles);
+    made_mma = strips * p.k_steps * tiles * (split ? 3 : 1) * 2;
+  }
   // A row begins and ends within sectors of 32 bytes.
   const double memory = (dy_rows * (p.dy_pitch + 32) + x_rows * (p.x_copy.pieces * p.x_copy.piece + 32)) / 18;
   // A block alone has nobody to work while it waits.
   const double waits = split ? 1.2 : 1.0;
-  return (std::max(std::max(mma, memory), shared + copies) + 0.2 * (mma + copies) + 600) * waits;
+  return (std::max(std::max(mma + made_mma, memory), shared + copies + made) + 0.2 * (mma + made_mma + copies) + 600) *
+         waits;
 }
 
 }  // namespace plan_detail
 
-// Of contiguous tensors at multiples of 16 bytes.
-inline FewWgradPlan plan_few_wgrad(const ConvProblem& q, const DeviceLimits& limits) {
+// Of contiguous tensors at multiples of 16 bytes. `makes_dy`: it is made from x.
+inline FewWgradPlan plan_few_wgrad(const ConvProblem& q, const DeviceLimits& limits, bool makes_dy = false) {
   FewWgradPlan p;
+  p.makes_dy = makes_dy;
   const auto refuse = refuser(p);
   if (const char* why = few_gradient_refusal(q, limits)) return refuse(why);
   p.math = conv_math(q);
@@ -113,6 +134,7 @@ inline FewWgradPlan plan_few_wgrad(const ConvProblem& q, const DeviceLimits& lim
   const int64_t rows = q.c_in * q.kernel[0] * q.kernel[1];
   if (rows > kFewWgradMaxRows) return refuse("input channels times taps of depth and height above 40");
   p.rows = static_cast<int>(rows);
+  if (makes_dy) p.k_steps = (few_wgrad_quads(p) + 1) / 2;
   // The instances that there are: 72 accumulators a thread, so that two blocks fit into a multiprocessor.
   if (rows <= 24) {
     p.dy_is_a = true, p.x_tiles = rows <= 16 ? 2 : 3, p.dy_tiles = q.c_out <= 16 ? 2 : 4;
