@@ -146,15 +146,13 @@ def given_later(module: Any, args: tuple[Any, ...], owner: Any = None, *between:
     return cls._kgopt_later(module, *args)
 
 
-_ALONE = {kind: Site(Chain(kind), ("norm",), hands=True) for kind in ("group", "instance")}
+_ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in ("group", "instance")}
 
 
 def _norm_later(norm: Any, x: Any, kind: str) -> Any:
     """A norm of ours, later where it may wait and is the faster one here; else what it gives."""
     site = _ALONE[kind]
-    compiling = torch.compiler.is_compiling()
-    may_wait = _adds_as_is() and (compiling or not watching.is_watched())
-    begun = site.begin(norm, x) if may_wait else False
+    begun = site.begin(norm, x) if _adds_as_is() else False
     return LaterNorm(norm, x, site, begun) if begun else norm(x)
 
 
