@@ -225,7 +225,7 @@ def test_a_verdict_is_looked_up_before_the_module_is_looked_at(monkeypatch):
     """Every call of a convolution in training comes here, also at sizes where PyTorch's code won."""
     asked = []
     monkeypatch.setattr(training, "_is_plain", lambda x: True)
-    monkeypatch.setattr(training, "takes", lambda *_: asked.append(True) or True)
+    monkeypatch.setattr(training, "_fits", lambda *_: asked.append(True) or True)
     conv, x = nn.Conv2d(8, 8, 1), torch.randn(1, 8, 4, 4)
     key = training.key_of(x)
     for ours, runs_ours in ((0.0, False), (None, False), (1e-6, True)):

@@ -43,6 +43,16 @@ def fits(p: Any, x: Tensor) -> bool:
     return (dtype is _FLOAT32 or dtype is x.dtype) and p.device == x.device and p.layout is _STRIDED
 
 
+def _both_fit(weight: Any, bias: Any, x: Tensor) -> bool:
+    """:func:`fits` of the two that most norms have; False where that is still to be asked."""
+    if type(weight) is not nn.Parameter or type(bias) is not nn.Parameter:
+        return False
+    if weight.dtype is not _FLOAT32 or bias.dtype is not _FLOAT32 or weight.layout is not _STRIDED:
+        return False
+    device = x.device
+    return weight.device == device and bias.device == device and bias.layout is _STRIDED
+
+
 def slope_of(act: Any, x: Tensor, channels: int) -> Any:
     """The slopes of an nn.PReLU behind a norm of x; None where PyTorch's own forward must see them, or refuse them."""
     parameters = act._parameters
@@ -71,10 +81,11 @@ def norm_args(norm: Any, x: Tensor | None) -> NormArgs | None:
 
     With x None nothing is checked but that the parameters are where they belong.
     """
-    if (known := norm.__dict__.get("_kgopt")) is not None and known.channel is not None:
+    own = norm.__dict__
+    if (known := own.get("_kgopt")) is not None and known.channel is not None:
         return None if x is None else channels.arguments(norm, known.channel, x)
     parameters = norm._parameters  # not norm.weight: nn.Module.__getattr__ takes longer than the rest of this
-    if "weight" not in parameters or "bias" not in parameters or hides_parameters(norm):
+    if "weight" not in parameters or "bias" not in parameters or "weight" in own or "bias" in own:
         return None
     weight, bias = parameters["weight"], parameters["bias"]
     group = isinstance(norm, nn.GroupNorm)
@@ -85,7 +96,7 @@ def norm_args(norm: Any, x: Tensor | None) -> NormArgs | None:
             return None
         if count == 0 or count == groups * shape[0]:
             return None  # one value a group: PyTorch refuses some of these, and says how
-        if not fits(weight, x) or not fits(bias, x):
+        if not (_both_fit(weight, bias, x) or (fits(weight, x) and fits(bias, x))):
             return None
     return NormArgs(groups, weight, bias, norm.eps)
 

@@ -29,7 +29,7 @@ from kgopt.rewrite import measuring, verdicts
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.emit import ConvArgs, NormArgs
 from kgopt.rewrite.measuring import Measured, Question
-from kgopt.rewrite.watching import is_autocast, own_modes
+from kgopt.rewrite.watching import own_modes
 from kgopt.torch_private import (
     are_functorch_transforms_active,
     is_tracing,
@@ -123,25 +123,26 @@ def choose(
     x: Tensor,
     conv: ConvArgs | None,
     norm: NormArgs,
+    cast: torch.dtype | None,
     checks: tuple[Callable[..., Any], Sequence[Any]],
     call: Callable[..., Any],
 ) -> bool:
     """Ours for this call? Measures, where this shape is new to the chain ``name`` and measuring is harmless.
 
-    ``checks``: a function, and what it is called with. The rest as in :class:`Question`.
+    ``cast``: autocast's dtype, where nothing compiles. ``checks``: a function, and what it is called with. The rest as
+    in :class:`Question`.
     """
     if not state.measure:
         return state.measure is False
     if _is_compiling():  # compiled code serves many sizes, so any verdict on the chain counts
         return name not in state.kept_back if name in state.seen else default(x.device.type)
-    grad, device = needs_grad(x, norm, conv), x.device
-    cast = torch.get_autocast_dtype(device.type) if is_autocast(x) else None
+    grad = needs_grad(x, norm, conv)
     # Norms take no TF32, and ask no switch at each call.
     tf32 = conv is not None and x.dtype is torch.float32 and bool(conv_tf32_allowed())
-    key = (name, x.shape, x.dtype, device, x.is_contiguous(), grad, cast, tf32)
+    key = (name, x.shape, x.dtype, x.device, x.is_contiguous(), grad, cast, tf32)
     found = state.results.get(key, _UNSEEN)
     if found is not _UNSEEN:
-        return default(device.type) if found is None else found.ours(state.hidden)
+        return default(x.device.type) if found is None else found.ours(state.hidden)
     if state.seen.get(name, 0) >= SHAPES or not may_measure(x):
         return default(x.device.type)
     if not state.claim():

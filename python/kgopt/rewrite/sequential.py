@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
-from kgopt.rewrite import classes, disguise, known, originals, padding, watching
+from kgopt.rewrite import classes, disguise, known, originals, padding, training, watching
 from kgopt.rewrite.arguments import keeps_format
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.glue import plans
@@ -159,16 +159,29 @@ def _sequential_forward(_kgopt_standing: Standing) -> Any:
 
 def _run_steps(sequential: Any, plan: Steps, input: Any, stop: int | None = None) -> Any:
     """``stop``: the number of steps to run; all by default."""
-    done, last = 0, len(plan.steps) if stop is None else stop
-    for i, (paths, site) in enumerate(plan.steps[:last]):
+    steps, done = plan.steps, 0
+    last = len(steps) if stop is None else stop
+    quiet, cast = False, None
+    for i in range(last):
         if i < done:
             continue
+        paths, site = steps[i]
         joins = i + 1 < last  # may it run together with the next step?
+        # Ops follow each other without anybody's code in between: one look around serves them all.
+        if not quiet and type(input) is Tensor and is_grad_enabled() and watching.is_quiet():
+            quiet, cast = True, watching.autocast_of(input)
         if site is None and type(input) is Tensor and _runs_alone(module := child(sequential, paths[0]), joins):
-            input = module(input)
+            y = training.at_once(module, input, cast) if quiet else None
+            if y is None:
+                y, quiet = module(input), False
+            input = y
             continue
         operands = [child(sequential, path) for path in paths]
-        if site is not None and not isinstance(input, (Upsampled, Padded)) and site.ready(*operands, input):
+        if (
+            site is not None
+            and not isinstance(input, (Upsampled, Padded))
+            and (site.ready_in_quiet(operands, input, cast) if quiet else site.ready(*operands, input))
+        ):
             norm = operands[site.norm_at]
             head = _head_behind(sequential, plan, i, site, norm, input) if joins else None
             if head is not None:
@@ -176,7 +189,9 @@ def _run_steps(sequential: Any, plan: Steps, input: Any, stop: int | None = None
                 continue
             following = child(sequential, plan.steps[i + 1][0][0]) if i + 1 < len(plan.steps) else None
             input = site.run_before(following, *operands, input)
-        elif joins and (y := _with_activation(sequential, plan, i, operands, input)) is not None:
+            continue
+        quiet = False
+        if joins and (y := _with_activation(sequential, plan, i, operands, input)) is not None:
             input, done = y, i + 2
         else:
             pads = is_zero_padding(operands[0])

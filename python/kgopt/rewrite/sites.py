@@ -34,11 +34,14 @@ from kgopt.torch_private import any_requires_grad, len_torch_function_stack
 _is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
 
-class _Handed(threading.local):
-    """From :meth:`Site.ready` to :meth:`Site.run`, which comes next in the thread: the arguments that it checked."""
+_Args = tuple[ConvArgs | None, NormArgs]
+_Call = tuple[Any, _Args, torch.dtype | None]  # the norm, the arguments of the ops, and autocast's dtype
 
-    args: tuple[ConvArgs | None, NormArgs] | None = None
-    of: Any = None  # the norm
+
+class _Handed(threading.local):
+    """From :meth:`Site.ready` to :meth:`Site.run`, which comes next in the thread: a call at which nothing looks on."""
+
+    call: _Call | None = None
 
 
 _handed = _Handed()
@@ -51,14 +54,12 @@ class Site:
     """One chain in a forward.
 
     ``roles`` says what the operands before x are: "conv", "norm", "same", an activation's name, or a function itself;
-    ``methods`` are those of tensors that the code calls. ``hands``: it is asked by :meth:`begin`.
+    ``methods`` are those of tensors that the code calls.
     """
 
     inside: Any = None  # PyTorch's class, of the site in the forward of a norm
 
-    def __init__(
-        self, chain: Chain, roles: tuple[Any, ...], methods: tuple[str, ...] = (), hands: bool = False
-    ) -> None:
+    def __init__(self, chain: Chain, roles: tuple[Any, ...], methods: tuple[str, ...] = ()) -> None:
         self.chain = chain
         self.roles = roles
         self.methods = methods
@@ -69,7 +70,6 @@ class Site:
         self.is_channel = chain.norm in CHANNELS
         self.short = chain == Chain(norm=chain.norm, post=chain.post) and not (self.is_channel or chain.has_prelu)
         self.short_prelu = chain == Chain(norm=chain.norm, post=chain.post) and chain.has_prelu and not self.is_channel
-        self.hands = hands or not self.short  # the arguments that it checked on, to what runs
         # PyTorch's instance norm has no rule under autocast: it gives what it is given. Softplus has: float32. So has
         # PReLU: half precision.
         self.keeps_dtype = chain.norm == "instance" and "softplus" not in chain.pre + chain.post and not chain.has_prelu
@@ -90,7 +90,7 @@ class Site:
         return f"{type(self).__name__}({self.chain.label})"
 
     def __reduce__(self) -> Any:
-        return type(self), (self.chain, self.roles, self.methods, self.hands)
+        return type(self), (self.chain, self.roles, self.methods)
 
     def _places(self, leaf: Any) -> Iterator[originals.Place]:
         yield from originals.called(leaf._kgopt_original, leaf)
@@ -111,16 +111,29 @@ class Site:
 
     def ready(self, *operands: Any) -> bool:
         """May kgopt compute it now? ``operands``: the objects that the code calls, in order, and the input."""
-        x, norm = operands[-1], operands[self.norm_at]
+        if any_global_hooks() or (len_torch_function_stack() and watching.is_foreign_mode()):
+            return False
+        norm, x = operands[self.norm_at], operands[-1]
+        return self._hand_over(operands, norm, x, self._holds(operands, norm, x))
+
+    def ready_in_quiet(self, operands: Any, x: Any, cast: torch.dtype | None) -> bool:
+        """:meth:`ready`, where nothing looks on but autocast to ``cast``. ``operands``: without x."""
+        norm = operands[self.norm_at]
+        args = None
+        if self._holds(operands, norm, x) and is_plain(x):
+            args = self._chosen((*operands, x), norm, x, cast)
+        _handed.call = None if args is None else (norm, args, cast)
+        return args is not None
+
+    def _holds(self, operands: Any, norm: Any, x: Any) -> bool:
+        """Whether the modules and functions are still what was seen, without hooks."""
         leaf = type(norm)
         if self.is_channel:
             if not self.is_untouched() or not channels.is_called_plainly(norm, self.chain.norm):
                 return False
         elif not (self.is_untouched() if leaf is self.leaf else self._is_other_untouched(norm, x)):
             return False
-        if is_hooked(norm) or not is_plain(x):
-            return False
-        if any_global_hooks() or (len_torch_function_stack() and watching.is_foreign_mode()):
+        if is_hooked(norm):
             return False
         for i, role in self.others:
             operand = operands[i]
@@ -142,16 +155,19 @@ class Site:
                 or (i < self.in_front and getattr(operand, "inplace", False))
             ):
                 return False
-        if self.chain.norm == "instance" and has_own_methods(norm, leaf._kgopt_original):
-            return False
-        return self._chosen(x, operands[0] if self.chain.conv else None, norm, operands)
+        return self.chain.norm != "instance" or not has_own_methods(norm, leaf._kgopt_original)
 
     def begin(self, norm: Any, x: Any) -> NormArgs | bool:
-        """:meth:`ready` of a norm alone whose value may wait for a sum: with its arguments, where it knows them."""
+        """:meth:`ready` of a norm alone whose value may wait for a sum: its arguments, in code that compiles True.
+
+        False also where something else looks on.
+        """
         if not self.ready(norm, x):
             return False
-        both = None if _is_compiling() else self._handed(norm)
-        return True if both is None else both[1]
+        if _is_compiling():
+            return True
+        call = self._handed(norm)
+        return call is not None and call[1][1]
 
     def _is_other_untouched(self, norm: Any, x: Any) -> bool:
         leaf: Any = type(norm)
@@ -167,34 +183,40 @@ class Site:
 
     def ready_inside(self, norm: Any, x: Any) -> bool:
         """:meth:`ready` for a chain of the norm alone, asked by its own forward: hooks run around that."""
-        original = self.inside
-        if self.is_channel:
-            if not is_plain(x) or (len_torch_function_stack() and watching.is_foreign_mode()):
-                return False
-            return self._chosen(x, None, norm, None)
-        if not originals.AS_INSIDE[original]() or has_own_methods(norm, original) or not is_plain(x):
-            return False
         if len_torch_function_stack() and watching.is_foreign_mode():
             return False
-        return self._chosen(x, None, norm, None)
+        original = self.inside
+        holds = self.is_channel or (originals.AS_INSIDE[original]() and not has_own_methods(norm, original))
+        return self._hand_over(None, norm, x, holds)
 
-    def _chosen(self, x: Tensor, conv: Any, norm: Any, operands: Any) -> bool:
+    def _hand_over(self, operands: Any, norm: Any, x: Any, holds: bool) -> bool:
+        """Whether ours runs; where nothing looks on, :meth:`run` is left what was found out. ``operands``: or None."""
+        if not holds or not is_plain(x):
+            return False
+        watched = watching.is_watched()
+        if watched and watching.wants_torch():
+            return False
+        if watched and _is_compiling():
+            return self._chosen(operands, norm, x, None) is not None
+        cast = watching.autocast_of(x)
+        args = self._chosen(operands, norm, x, cast)
+        _handed.call = None if watched or args is None else (norm, args, cast)
+        return args is not None
+
+    def _chosen(self, operands: Any, norm: Any, x: Tensor, cast: torch.dtype | None) -> _Args | None:
+        """The arguments of the ops, where they take x and the verdict says so; else None."""
         known: Known | None = norm.__dict__.get("_kgopt")
-        if known is None:
-            return False
-        state = known.site
-        if state is None or not state.enabled or watching.wants_torch():
-            return False
+        state = None if known is None else known.site
+        if known is None or state is None or not state.enabled:
+            return None
+        conv = operands[0] if self.chain.conv else None
         args = self._args(x, conv, norm, operands)
         if args is None:
-            return False
-
+            return None
         # What a call costs beside the ops, for the measurement.
         checks = (self.ready_inside, (norm, x)) if operands is None else (self.ready, operands)
-        chosen = policy.choose(state, self.key, known.keeps, self.chain, x, *args, checks, _call_directly)
-        if chosen and self.hands and not _is_compiling():
-            _handed.args, _handed.of = args, norm
-        return chosen
+        ours = policy.choose(state, self.key, known.keeps, self.chain, x, *args, cast, checks, _call_directly)
+        return args if ours else None
 
     def run(self, *operands: Any, half: bool = False) -> Tensor:
         """The chain's value. Only after :meth:`ready` with the same operands.
@@ -202,20 +224,18 @@ class Site:
         ``half``: under autocast, the norm keeps the dtype of what it is given.
         """
         x, norm = operands[-1], operands[self.norm_at]
-        if self.short and not watching.is_watched():
-            return self._run_now(x, norm, half)
-        if self.short_prelu and not watching.is_watched():
-            args = self._handed(norm) or self._args(x, None, norm, operands)
-            assert args is not None
-            n = args[1]
-            op = _direct_group_norm_prelu if half else _prelu_op(x)
-            y = op(x, n.slope, n.num_groups, n.weight, n.bias, n.eps)
-            return y if y.is_contiguous() or keeps_format(norm) else as_torch(self.chain, x, y)
-        if self.fused is not None and not watching.is_watched() and not watching.is_autocast(x):
-            args = self._handed(norm) or self._args(x, operands[0], norm, operands)
-            assert args is not None
-            y = emit_kgopt(self.chain, self._call_fused, x, 0, *args)
-            return y if keeps_format(norm) else as_torch(self.chain, x, y)
+        call = None if _is_compiling() else self._handed(norm)
+        if call is not None:
+            (_, n), cast = call[1], call[2]
+            if self.short:
+                return self._run_now(x, norm, n, cast, half)
+            if self.short_prelu:
+                op = _direct_group_norm_prelu if half else _prelu_op(x, cast)
+                y = op(x, n.slope, n.num_groups, n.weight, n.bias, n.eps)
+                return y if y.is_contiguous() or keeps_format(norm) else as_torch(self.chain, x, y)
+            if self.fused is not None and cast is None:
+                y = emit_kgopt(self.chain, self._call_fused, x, 0, *call[1])
+                return y if keeps_format(norm) else as_torch(self.chain, x, y)
         half = half or (self.keeps_dtype and torch.is_autocast_enabled(x.device.type))
         if torch.compiler.is_compiling():
             for operand in operands[:-1]:
@@ -227,15 +247,13 @@ class Site:
         if self.short:
             y = self._run_short(x, norm, half)
             return y if keeps_format(norm) else as_torch(self.chain, x, y)
-        watched = watching.is_watched()
-        both = None if watched else self._handed(norm)
-        if both is None:
-            both = self._args(x, operands[0] if self.chain.conv else None, norm, operands)
-            assert both is not None
+        watched = call is None
+        both = self._args(x, operands[0] if self.chain.conv else None, norm, operands) if call is None else call[1]
+        assert both is not None
         fold = half or not torch.is_autocast_enabled(x.device.type)
-        call = call_now if watched else _call_directly
-        call_norm = call if not half else without_autocast if watched else _call_norm_without_autocast
-        y = emit_kgopt(self.chain, call, x, x.dim(), *both, fold, call_norm)
+        run = call_now if watched else _call_directly
+        run_norm = run if not half else without_autocast if watched else _call_norm_without_autocast
+        y = emit_kgopt(self.chain, run, x, x.dim(), *both, fold, run_norm)
         if self.is_channel:
             self._offer_channel_norm(x, both[1], y)
         return y if keeps_format(norm) else as_torch(self.chain, x, y)
@@ -255,21 +273,20 @@ class Site:
     def _call_fused(self, _: Any, *args: Any) -> Tensor:
         return self.fused(*args)  # type: ignore[misc,no-any-return]
 
-    def _handed(self, norm: Any) -> tuple[ConvArgs | None, NormArgs] | None:
-        """The arguments that :meth:`ready` left for this call; they are taken away."""
-        args = _handed.args if _handed.of is norm else None
-        _handed.args = _handed.of = None
-        return args
+    def _handed(self, norm: Any) -> _Call | None:
+        """What :meth:`ready` left for this call; it is taken away."""
+        call = _handed.call
+        if call is None:
+            return None
+        _handed.call = None
+        return call if call[0] is norm else None
 
-    def _run_now(self, x: Tensor, norm: Any, half: bool) -> Tensor:
+    def _run_now(self, x: Tensor, norm: Any, n: NormArgs, cast: torch.dtype | None, half: bool) -> Tensor:
         """A norm and its activation, where nothing looks on: eager calls come here for every site."""
-        parameters = norm._parameters
-        groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
-        weight, bias, eps, act = parameters["weight"], parameters["bias"], norm.eps, self.chain.post
-        autocast = watching.is_autocast(x)
-        if autocast and not (half or self.keeps_dtype):  # an instance norm's kernels know nothing of autocast
+        groups, weight, bias, eps, act = n.num_groups, n.weight, n.bias, n.eps, self.chain.post
+        if cast is not None and not (half or self.keeps_dtype):  # an instance norm's kernels know nothing of autocast
             op = _group_norm_from_python
-        elif not autocast and not carry.is_empty() and (moments := carry.take(x)) is not None:
+        elif cast is None and not carry.is_empty() and (moments := carry.take(x)) is not None:
             op = functools.partial(_with_moments, moments)
         elif _is_grad_enabled() and any_requires_grad(x, weight, bias):
             op = _recorded_group_norm
@@ -321,7 +338,9 @@ class Site:
         if n is None:
             return None
         args: tuple[Any, ...] = (x, other, n.num_groups, n.weight, n.bias, n.eps, act)
-        if torch.compiler.is_compiling():
+        watched = watching.is_watched()
+        compiling = watched and _is_compiling()
+        if compiling:
             guard_methods(norm)
             guard_methods(prelu)
         if prelu is not None:
@@ -329,15 +348,16 @@ class Site:
             if slope is None:
                 return None
             args = (x, slope, *args[2:6], other)
-            return (_group_norm_prelu if watching.is_watched() else _prelu_op(x, other))(*args)  # type: ignore[no-any-return]
-        op: Any = _group_norm_add_without_grad
-        if watching.is_watched():
+            op = _group_norm_prelu if watched else _prelu_op(x, watching.autocast_of(x), other)
+            return op(*args)  # type: ignore[no-any-return]
+        op = _group_norm_add_without_grad
+        if watched:
             op = functools.partial(without_autocast, _group_norm_add) if half else _group_norm_add
         elif autocast and not half:
             op = _group_norm_add_from_python
         elif _is_grad_enabled() and any_requires_grad(x, other, n.weight, n.bias):
             op = _recorded_group_norm_add
-        forward = None if _is_compiling() else recompute.now()
+        forward = None if compiling else recompute.now()
         if forward is None:
             return op(*args)  # type: ignore[no-any-return]
         of_x, of_other = forward.found(x), forward.found(other)
@@ -427,11 +447,11 @@ class Site:
         return of_conv, of_norm
 
 
-def _prelu_op(x: Tensor, other: Any = None) -> Any:
-    """Where nothing looks on but autocast, which casts no parameter that fits an x of its dtype."""
-    if not watching.is_autocast(x):
+def _prelu_op(x: Tensor, cast: torch.dtype | None, other: Any = None) -> Any:
+    """Where nothing looks on but autocast to ``cast``, which casts no parameter that fits an x of its dtype."""
+    if cast is None:
         return _direct_group_norm_prelu
-    is_cast = x.dtype is torch.get_autocast_dtype(x.device.type) and (other is None or other.dtype is x.dtype)
+    is_cast = x.dtype is cast and (other is None or other.dtype is x.dtype)
     return _direct_group_norm_prelu if is_cast else _group_norm_prelu_from_python
 
 
@@ -480,13 +500,14 @@ def _call_directly(function: Any, x: Any, *args: Any) -> Any:
     direct = _DIRECT.get(function)
     if direct is None:  # operator.getitem, for what an op gave, and small ops
         return function(x, *args)
-    if not watching.is_autocast(x):
+    cast = watching.autocast_of(x)
+    if cast is None:
         return direct(x, *args)
     conv = _DIRECT_CONVS.get(function)
     if conv is None:
         return function(x, *args)
     weight, bias, *rest = args
-    return conv(*ops.autocast_convolution(torch.get_autocast_dtype(x.device.type), x, weight, bias), *rest)
+    return conv(*ops.autocast_convolution(cast, x, weight, bias), *rest)
 
 
 def _call_norm_without_autocast(function: Any, *args: Any) -> Any:

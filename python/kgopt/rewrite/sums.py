@@ -157,15 +157,13 @@ def conv_later(conv: Any, x: Any) -> Later | None:
     return Later(conv, x, plan) if plan is not None and plan.adds else None
 
 
-_ALONE = {kind: Site(Chain(kind), ("norm",), hands=True) for kind in ("group", "instance")}
+_ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in ("group", "instance")}
 
 
 def _norm_later(norm: Any, x: Any, kind: str) -> Any:
     """A norm of ours, later where it may wait and is the faster one here; else what it gives."""
     site = _ALONE[kind]
-    compiling = torch.compiler.is_compiling()
-    may_wait = _adds_as_is() and (compiling or not watching.is_watched())
-    begun = site.begin(norm, x) if may_wait else False
+    begun = site.begin(norm, x) if _adds_as_is() else False
     return LaterNorm(norm, x, site, begun) if begun else norm(x)
 
 

@@ -23,17 +23,19 @@ from kgopt import ops as ops
 from kgopt._layout import FORMATS, format_of, is_dense_channels_last
 from kgopt.rewrite import classes, clocks, joins, known, measuring, originals, recompute, verdicts, watching
 from kgopt.rewrite.classes import Part
+from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.glue.calls import CATS, Call, interpolate_of
 from kgopt.rewrite.glue.kernels import cat_of_views, nearest_of_views
 from kgopt.rewrite.glue.plans import as_seen
 from kgopt.rewrite.glue.search import corner, innermost
 from kgopt.rewrite.meanings import CONV_MODULES, conv_of
-from kgopt.rewrite.modules import guard_methods, hides_parameters, is_own_conv
+from kgopt.rewrite.modules import guard_methods, is_own_conv, runs_as_is
 from kgopt.rewrite.watching import OwnMode, own_modes
 from kgopt.rewrite.wrapped import Wrapped
-from kgopt.torch_private import any_requires_grad, has_backward_hooks, is_any_autocast_enabled, len_torch_function_stack
+from kgopt.torch_private import any_requires_grad, has_backward_hooks, len_torch_function_stack
 
 _OPS = torch.ops.kgopt
+_STRIDED = torch.strided
 SHAPES = 8  # inputs of a module that are measured
 GAIN = 0.97  # of the original's time, above which a module stays as it is
 LARGE = 50e-6  # seconds of the GPU that are worth more than what an op costs the host
@@ -86,11 +88,15 @@ def runner_of(module: nn.Module) -> Callable[[Any, Tensor], Tensor] | None:
 
 
 def _convolve(conv: Any, x: Tensor) -> Tensor:
-    """Of a call that :func:`takes` lets through, with nobody looking on."""
+    return _convolve_now(conv, x, watching.autocast_of(x))
+
+
+def _convolve_now(conv: Any, x: Tensor, cast: torch.dtype | None) -> Tensor:
+    """Of a call that :func:`takes` lets through, with nobody looking on but autocast to ``cast``."""
     parameters = conv._parameters
-    weight, bias, device = parameters["weight"], parameters["bias"], x.device.type
-    if is_any_autocast_enabled() and torch.is_autocast_enabled(device):
-        x, weight, bias = ops.autocast_convolution(torch.get_autocast_dtype(device), x, weight, bias)
+    weight, bias = parameters["weight"], parameters["bias"]
+    if cast is not None and (x.dtype is not cast or weight.dtype is not cast):
+        x, weight, bias = ops.autocast_convolution(cast, x, weight, bias)
     # By what it has, not by its class: made classes are hashed by a function of Python's.
     record, below = (_TRANSPOSED if conv.transposed else _REGULAR)[x.dim()]
     call = record if torch.is_grad_enabled() and any_requires_grad(x, weight, bias) else below
@@ -116,23 +122,28 @@ _REGULAR, _TRANSPOSED = (
 
 def takes(module: Any, x: Any) -> bool:
     """A tensor of the module's rank, plain parameters that go with it, and a padding that kgopt's ops have."""
-    if not is_own_conv(module) or module.padding_mode != "zeros" or isinstance(module.padding, str):
+    return is_own_conv(module) and _fits(module, x, False)
+
+
+def _fits(module: Any, x: Tensor, is_cast: bool) -> bool:
+    """:func:`takes` of a convolution whose forward is PyTorch's. ``is_cast``: autocast is known to be on."""
+    if module.padding_mode != "zeros" or type(module.padding) is str:
         return False
-    parameters = module._parameters
-    if "weight" not in parameters or "bias" not in parameters or hides_parameters(module):  # pruned, parametrized
+    parameters, own = module._parameters, module.__dict__
+    if "weight" not in parameters or "bias" not in parameters or "weight" in own or "bias" in own:  # parametrized
         return False
     weight, bias = parameters["weight"], parameters["bias"]
     if type(weight) is not nn.Parameter or weight.device != x.device:
         return False
-    return (bias is None or type(bias) is nn.Parameter) and suits(x, weight, bias)
+    return (bias is None or type(bias) is nn.Parameter) and suits(x, weight, bias, is_cast)
 
 
-def suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def suits(x: Tensor, weight: Tensor, bias: Tensor | None, is_cast: bool = False) -> bool:
     """Whether kgopt's op takes samples and parameters that PyTorch's convolution takes."""
     dtype = weight.dtype
     if x.dim() != weight.dim() or (bias is not None and bias.dtype is not dtype):
         return False
-    return x.dtype is dtype or torch.is_autocast_enabled(x.device.type)
+    return is_cast or x.dtype is dtype or torch.is_autocast_enabled(x.device.type)
 
 
 def _is_plain(x: Any) -> bool:
@@ -141,12 +152,14 @@ def _is_plain(x: Any) -> bool:
 
 def key_of(x: Tensor) -> Any:
     """What a verdict holds for."""
-    device, dtype, cast = x.device, x.dtype, None
-    if is_any_autocast_enabled() and torch.is_autocast_enabled(kind := device.type):
-        cast = torch.get_autocast_dtype(kind)
+    return _key_of(x, watching.autocast_of(x))
+
+
+def _key_of(x: Tensor, cast: torch.dtype | None) -> Any:
+    dtype = x.dtype
     # The switch is of single precision alone.
     tf32 = (cast or dtype) is torch.float32 and bool(ops.conv_tf32_allowed())
-    return x.shape, x.stride(), dtype, device, x.requires_grad, cast, tf32
+    return x.shape, x.stride(), dtype, x.device, x.requires_grad, cast, tf32
 
 
 def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +172,7 @@ def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return _emit(self, args[0]) if ours else forward(self, *args, **kwargs)
         if len(args) != 1 or kwargs or (state := _state_now(self)) is None:
             return forward(self, *args, **kwargs)
-        if own_modes.count:
+        if len_torch_function_stack():
             return watching.outside_own_modes(_run, state, forward, self, args[0])
         return _run(state, forward, self, args[0])
 
@@ -214,16 +227,33 @@ def _compiles(conv: Any, x: Any) -> bool:
     return takes(conv, x)
 
 
+def at_once(module: Any, x: Tensor, cast: torch.dtype | None) -> Tensor | None:
+    """What a module gives that is a convolution on kgopt's op; None: call it.
+
+    Gradients are on, and nothing looks on but autocast to ``cast``.
+    """
+    knows = module.__dict__.get("_kgopt")
+    state: TrainingState | None = None if knows is None else knows.training
+    if state is None or not state.enabled or x.layout is not _STRIDED or not state.ours.get(_key_of(x, cast)):
+        return None
+    if knows.layout is not None or knows.graphs is not None:  # a root
+        return None
+    as_is = runs_as_is(module, type(module), original_class(module)) and _fits(module, x, cast is not None)
+    return _convolve_now(module, x, cast) if as_is else None
+
+
 def _run(state: TrainingState, forward: Callable[..., Any], conv: Any, x: Any) -> Any:
-    if not _is_plain(x):
+    if type(x) is not Tensor or x.layout is not _STRIDED:
         return forward(conv, x)
-    key = key_of(x)
+    cast = watching.autocast_of(x)
+    key = _key_of(x, cast)
     ours = state.ours.get(key)
-    if ours == 0 or (ours is None and not state.measuring) or not takes(conv, x):
-        return forward(conv, x)
-    if ours is None and len(state.ours) < SHAPES:
+    if ours is None and state.measuring and _is_plain(x) and len(state.ours) < SHAPES and takes(conv, x):
         ours = state.ours[key] = gain_of(_both_of_conv(forward, conv), x)
-    return _convolve(conv, x) if ours else forward(conv, x)
+    # Of the verdict's key the rest of _is_plain follows.
+    if ours and is_own_conv(conv) and _fits(conv, x, cast is not None):
+        return _convolve_now(conv, x, cast)
+    return forward(conv, x)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from kgopt.torch_private import (
 
 # As globals: they are asked at every call of a site.
 _is_compiling, _is_autocast_enabled = torch.compiler.is_compiling, torch.is_autocast_enabled
+_get_autocast_dtype = torch.get_autocast_dtype
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Modules
@@ -133,6 +134,11 @@ def is_watched() -> bool:
     )
 
 
+def is_quiet() -> bool:
+    """Whether nothing looks on at calls of modules and functions, but perhaps autocast and hooks of a module."""
+    return not (is_watched() or len_torch_function_stack() or any_global_hooks())
+
+
 def wants_torch() -> bool:
     """What is recorded shall hold PyTorch's own ops: a TorchScript or ONNX file goes where kgopt is not."""
     if _is_compiling():  # Dynamo cannot look at the exporter's flag
@@ -140,6 +146,15 @@ def wants_torch() -> bool:
     return is_tracing()  # type: ignore[no-any-return]
 
 
+def autocast_of(x: Tensor) -> torch.dtype | None:
+    """The dtype of autocast on x's device; None where it is off. Not in code that is being compiled."""
+    if not is_any_autocast_enabled():
+        return None
+    # A device's type is a new str at each question, which takes longer than all else here.
+    kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
+    return _get_autocast_dtype(kind) if _is_autocast_enabled(kind) else None
+
+
 def is_autocast(x: Tensor) -> bool:
     """Whether autocast is on for x's device. Not in code that is being compiled."""
-    return is_any_autocast_enabled() and _is_autocast_enabled(x.device.type)
+    return autocast_of(x) is not None
