@@ -25,8 +25,8 @@ inline const char* few_gradient_refusal(const ConvProblem& q, const DeviceLimits
   return nullptr;
 }
 
-// Elements of a row of a gradient that one kernel makes for the other: zeros fill up what 16 bytes do not divide, so that
-// rows are copied in whole pieces.
+// Elements of a row of a gradient that one kernel makes for the other: zeros fill up what 16 bytes do not divide, so
+// that rows are copied in whole pieces.
 inline int64_t made_row_elements(int64_t width, int size) { return (width * size + 15) / 16 * 16 / size; }
 
 inline constexpr int kFewCopyBatch = 4;  // rows that a thread has under way together

@@ -145,8 +145,8 @@ inline FewDgradPlan plan_few_dgrad(const ConvProblem& q, const DeviceLimits& lim
             if (!plan_detail::few_dgrad_tile(&p, q, limits, d, h, channels)) continue;
             const double rounds = std::ceil(double(p.all_tiles) / (double(blocks_per_sm) * limits.sm_count));
             // Alone, a block has nobody to work while it waits.
-            const double cost = rounds * blocks_per_sm * plan_detail::few_dgrad_cost(p, q) * (stages == 2 ? 1.05 : 1.0) *
-                                (blocks_per_sm == 1 ? 1.3 : 1.0);
+            const double cost = rounds * blocks_per_sm * plan_detail::few_dgrad_cost(p, q) *
+                                (stages == 2 ? 1.05 : 1.0) * (blocks_per_sm == 1 ? 1.3 : 1.0);
             if (best < 0 || cost < best) {
               best = cost;
               chosen = p;

@@ -7,8 +7,8 @@
 // filling one stage while its warps multiply another, and keeps its part of dw in registers from start to end; the
 // blocks' parts are added afterwards, always in the same order.
 //
-// Behind a norm and a mean, dy is an affine function of the convolution's output for each sample and channel. Then dy is
-// not read: the tile of x is convolved again, in TF32 whatever the type, which holds half values as they are.
+// Behind a norm and a mean, dy is an affine function of the convolution's output for each sample and channel. Then dy
+// is not read: the tile of x is convolved again, in TF32 whatever the type, which holds half values as they are.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -127,7 +127,9 @@ __device__ __forceinline__ void multiply_split(float (&c)[4], const uint32_t (&a
 
 // A value as the bits of a float.
 template <ConvMath kMath>
-__device__ __forceinline__ float value_of(std::conditional_t<conv_channels_per_word(kMath) == 1, float, unsigned short> v) {
+using Stored = std::conditional_t<conv_channels_per_word(kMath) == 1, float, unsigned short>;
+template <ConvMath kMath>
+__device__ __forceinline__ float value_of(Stored<kMath> v) {
   if constexpr (kMath == ConvMath::kBf16) {
     return __uint_as_float(uint32_t(v) << 16);
   } else if constexpr (kMath == ConvMath::kFp16) {
@@ -150,7 +152,7 @@ __device__ __forceinline__ float load_value(uint32_t address) {
 // The convolution of a tile, by which dy is made.
 template <ConvMath kMath, int kDyTiles>
 struct MadeDy {
-  using Element = std::conditional_t<conv_channels_per_word(kMath) == 1, float, unsigned short>;
+  using Element = Stored<kMath>;
   using Value = std::conditional_t<kMath == ConvMath::kBf16, __nv_bfloat16,
                                    std::conditional_t<kMath == ConvMath::kFp16, __half, float>>;
   static constexpr int kSize = sizeof(Element), kStrips = kSize == 2 ? 2 : 1;  // of 16 positions in a unit
@@ -207,8 +209,8 @@ struct MadeDy {
     return make_float4(row.affine.mean - bias, -rstd * (rstd * row.term_xhat), -rstd * row.term, 0.f);
   }
 
-  // A strip: 16 positions of all of the block's channels. `from`: the strip in x, `to`: in dy. A row of the product is a
-  // position, rows g and g + 8 being neighbours. `left` positions are dy's from this thread's first on; the others
+  // A strip: 16 positions of all of the block's channels. `from`: the strip in x, `to`: in dy. A row of the product is
+  // a position, rows g and g + 8 being neighbours. `left` positions are dy's from this thread's first on; the others
   // become zeros.
   static __device__ __forceinline__ void strip(const FewWgradPlan& plan, uint32_t from, char* to, int left,
                                                const Fragment* weights, const int2* taps, const float4* rows) {

@@ -96,9 +96,9 @@ struct FewWgradParams {
   Dtype bias_dtype;
   void* made;
   // Samples may come in several launches, one after the other, whose sums are one.
-  bool adds;          // to the partial sums that are there
-  bool more;          // launches follow: the partial sums stay what they are
-  bool early;         // the weight was there before the kernel ahead: this one may start beside it
+  bool adds;        // to the partial sums that are there
+  bool more;        // launches follow: the partial sums stay what they are
+  bool early;       // the weight was there before the kernel ahead: this one may start beside it
   float* partials;  // [channel block][block][split][accumulator][lane]
   void* dw;
   int64_t dw_stride_out, dw_stride_in, dw_stride_k[3];
