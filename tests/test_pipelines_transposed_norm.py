@@ -126,3 +126,60 @@ def test_pipeline_in_one_launch_with_fp32_accuracy_keeps_one_copy_apart():
     extra = torch.cuda.max_memory_allocated() - before - y.nbytes
     copy, packed = 16 * 32 * 32 * 64 * 8, weight.nbytes * 2
     assert extra < 1.5 * copy + packed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["tf32", torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", FLAT)
+def test_training_keeps_what_the_norm_reads(case, dtype, poisoned):
+    """The launch gives the norm and, in another tensor, what it read; the same bits are the inference's in fp32."""
+    tf32 = dtype == "tf32"
+    torch.backends.cudnn.allow_tf32 = tf32
+    args, options = make_flat(case, torch.float32 if tf32 else dtype)
+    function, ref, *_ = PIPELINES["relu_norm"]
+    forward = torch.ops.kgopt.conv_transpose3d_relu_group_norm_fwd
+    x, weight, bias, groups, gamma, beta = args
+    geometry = {"dilation": [options["dilation"]] * 3}
+    y, kept, mean, rstd = forward(x, weight, bias, groups, gamma, beta, **geometry, backend="kgopt")
+    again = torch.nn.functional.group_norm(kept.double().relu(), groups, gamma.double(), beta.double())
+    tiny = {torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(kept.dtype, 2e-5)
+    assert relative_error(y, again) < tiny
+    grouped = kept.double().relu().reshape(len(x), groups, -1)
+    assert relative_error(mean, grouped.mean(2)) < 1e-5
+    assert relative_error(rstd, (grouped.var(2, correction=0) + 1e-5).rsqrt()) < 1e-4
+    if kept.dtype is torch.float32:
+        assert torch.equal(y, function(*args, **options, backend="kgopt"))
+
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias, gamma, beta)]
+    a, b, c, d, e = leaves
+    out = function(a, b, c, groups, d, e, **options, backend="kgopt")
+    assert torch.equal(out, y)
+    dout = torch.randn_like(out)
+    mine = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert all(torch.equal(m, n) for m, n in zip(mine, torch.autograd.grad(out, leaves, dout), strict=True))
+    exact, theirs = [], []
+    for result, wide in ((theirs, False), (exact, True)):
+        values = [(t.detach().double() if wide else t.detach()).requires_grad_() for t in leaves]
+        a, b, c, d, e = values
+        result += torch.autograd.grad(ref(a, b, c, groups, d, e, **options), values, dout.to(a.dtype))
+    bars = [relative_error(t, right) for t, right in zip(theirs, exact, strict=True)]
+    for name, m, right, bar in zip(("x", "weight", "bias", "gamma", "beta"), mine, exact, bars, strict=True):
+        # TF32 rounds the convolution, which relu and the norm of a few values magnify.
+        bar = max(bar, 3e-3) if tf32 else bar
+        assert relative_error(m, right) <= 3 * bar + 2e-5, (name, relative_error(m, right), bar)
+
+
+@pytest.mark.gpu
+def test_training_in_one_launch_may_be_changed_in_place_and_differentiated_twice():
+    torch.backends.cudnn.allow_tf32 = False
+    args, options = make_flat("copy of x in the output", torch.float32)
+    function, ref, *_ = PIPELINES["relu_norm"]
+    results = []
+    for run in (function, ref):
+        a, b, c, d, e = leaves = [args[i].detach().clone().requires_grad_() for i in (0, 1, 2, 4, 5)]
+        y = run(a, b, c, args[3], d, e, **options)
+        y.mul_(2).add_(1)
+        first = torch.autograd.grad((y * y).sum(), leaves, create_graph=True)
+        results.append([y.detach(), *first, *torch.autograd.grad(sum((g * g).sum() for g in first), leaves)])
+    for mine, theirs in zip(*results, strict=True):
+        assert relative_error(mine, theirs) < 1e-3

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kgopt._layout import contiguous, empty, is_channels_last, memory_format, stats_dtype, wide
 from kgopt.ops.autocast import cast, low
-from kgopt.ops.calls import in_backward, wants_gradient
+from kgopt.ops.calls import given, in_backward, is_watched, wants_gradient, without_grad
 from kgopt.ops.conv_gradients import conv_gradients
 from kgopt.ops.geometry import conv_fake, conv_flops, conv_sizes, convolution
 from kgopt.ops.group_norm import (
@@ -30,7 +30,7 @@ from kgopt.ops.lse_backward import NAME as LSE_BACKWARD
 from kgopt.ops.precision import conv_tf32_allowed
 from kgopt.ops.registry import OPS, dims, overload, record, record_public, with_defaults
 from kgopt.ops.vmap import samples
-from kgopt.torch_private import schema_of
+from kgopt.torch_private import any_requires_grad, schema_of
 
 CONV_MEAN = "conv3d_group_norm_mean"
 CONV_RELU_NORM = "conv_transpose3d_relu_group_norm"
@@ -53,8 +53,8 @@ def _conv_mean_fwd_fake(x: Tensor, weight: Tensor, bias: Any, num_groups: int, *
 
 def _conv_relu_norm_fwd_fake(x: Tensor, weight: Tensor, bias: Any, num_groups: int, *rest: Any, **_: Any) -> Any:
     _, _, stride, padding, output_padding, groups, dilation, _ = rest
-    y = conv_fake(x, weight, stride, padding, dilation, output_padding, groups, True)
-    return y, *stats_fake(x, num_groups)
+    sizes = x, weight, stride, padding, dilation, output_padding, groups, True
+    return conv_fake(*sizes), conv_fake(*sizes), *stats_fake(x, num_groups)
 
 
 def _conv_lse_fwd_fake(x: Tensor, weight: Tensor, bias: Any, num_groups: int, *rest: Any, **_: Any) -> Any:
@@ -64,7 +64,7 @@ def _conv_lse_fwd_fake(x: Tensor, weight: Tensor, bias: Any, num_groups: int, *r
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Autograd. The convolution's output is computed again, not kept.
+# Autograd. The convolution's output is computed again, not kept, but for the second pipeline, whose forward gives it.
 
 
 def _setup(transposed: bool = False) -> Callable[..., None]:
@@ -156,10 +156,7 @@ def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
 
 
 def _conv_relu_norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
-    x, weight, bias, gn_weight, gn_bias, mean, rstd = ctx.saved_tensors
-    c = _conv_again(ctx, x, weight, bias)
-    if _rounds_otherwise(ctx, c):
-        mean, rstd = _group_stats(c.relu(), ctx.num_groups, ctx.eps)
+    x, weight, _, gn_weight, gn_bias, c, mean, rstd = ctx.saved_tensors
     dc, dweight, dbias = group_norm_backward(dy, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias, "none", "relu")
     return _gradients(ctx, dc, x, weight, dweight, dbias)
 
@@ -187,6 +184,15 @@ def _conv_mean_in_steps(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, 
 
 def _conv_relu_norm_in_steps(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, **options):  # type: ignore[no-untyped-def]
     *geometry, eps = rest
+    if x.is_cuda and not is_watched():
+        # One launch for both nodes. Where it left relu of the convolution's output, that is as good: relu of it is the
+        # same, and so is relu's slope.
+        forward = without_grad(f"{CONV_RELU_NORM}_fwd")
+        y, c, *stats = forward(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, **options)
+        if any_requires_grad(x, weight, bias):
+            c = given("conv_transpose3d")(c, (x, weight, bias, *geometry), options)
+        norm = num_groups, gn_weight, gn_bias, eps, "none", "relu"
+        return given("group_norm_fwd")((y, *stats), (c, *norm), {})[0]
     c = OPS.conv_transpose3d(x, weight, bias, *geometry, **options)
     return OPS.group_norm_fwd(c, num_groups, gn_weight, gn_bias, eps, "none", "relu")[0]
 
@@ -211,7 +217,8 @@ def _conv_mean_fwd_formula(x, weight, bias, num_groups, gn_weight, gn_bias, *res
 def _conv_relu_norm_fwd_formula(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, **options):  # type: ignore[no-untyped-def]
     *geometry, eps = rest
     c = OPS.conv_transpose3d(x, weight, bias, *geometry, **options)
-    return group_norm_fwd_formula(c, num_groups, gn_weight, gn_bias, eps, "none", "relu")
+    y, mean, rstd = group_norm_fwd_formula(c, num_groups, gn_weight, gn_bias, eps, "none", "relu")
+    return y, c, mean, rstd
 
 
 def _conv_lse_fwd_formula(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, **options):  # type: ignore[no-untyped-def]
@@ -259,7 +266,7 @@ op.autocast = {"cpu": low(3), "cuda": _fp32_twin(CONV_MEAN)}
 
 op = record(f"{CONV_RELU_NORM}_fwd", fake=_conv_relu_norm_fwd_fake, formula=_conv_relu_norm_fwd_formula)
 op.setup, op.backward, op.differentiable = _setup(transposed=True), _conv_relu_norm_backward, 1
-op.dims = dims("N . . . .", "N N N")
+op.dims = dims("N . . . .", "N N N N")
 op.vmap = samples()
 op.flops = functools.partial(conv_flops, transposed=True)
 op = record_public(CONV_RELU_NORM, op)

@@ -7,7 +7,7 @@
 // come through a ring for each warpgroup: one then goes on at the tensor cores' full rate while the other stores its
 // outputs. Accumulators hold neighbouring positions of a channel, as the contiguous output wants them. Of the warps
 // that do not compute, one loads and the others normalize earlier samples, which lie in L2; all warps together take the
-// last.
+// last. Where a backward needs the convolution's output, the norm is written to another tensor.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -296,7 +296,9 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
         }
         named_barrier(3, kTransposedNormHelpers * 32);
         async_proxy_fence();
-        uint4* const sample = reinterpret_cast<uint4*>(static_cast<char*>(p.y) + n * sample_elements * sizeof(Element));
+        const int64_t sample_at = n * sample_elements * int64_t(sizeof(Element));
+        const uint4* const sample = reinterpret_cast<const uint4*>(static_cast<const char*>(p.y) + sample_at);
+        uint4* const normalized = reinterpret_cast<uint4*>(static_cast<char*>(p.z) + sample_at);
         const int first = share.first + helper * kUnit, step = kTransposedNormHelpers * kUnit;
         int next = first, next_buffer = 0;  // to be loaded
         auto load = [&] {
@@ -337,7 +339,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
           wgmma_fence_shared();
           __syncwarp();
           if (lane == 0) {
-            bulk_store(sample + piece, vectors, count * 16);
+            bulk_store(normalized + piece, vectors, count * 16);
             bulk_store_commit();
           }
           if (++buffer == kTransposedNormPieces) buffer = 0;
@@ -481,6 +483,19 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
         if (p.relu) v = fast_relu(v);
       }
     }
+    if constexpr (sizeof(Element) == 2) {
+      if (p.z != p.y) {  // moments are to be those of what a backward reads
+#pragma unroll
+        for (int run = 0; run < 2; ++run) {
+#pragma unroll
+          for (int i = 0; i < kN / 2; i += 2) {
+            float v[2] = {acc[run][i], acc[run][i + 1]};
+            unpack(pack<Element, 2>(v), v);
+            acc[run][i] = v[0], acc[run][i + 1] = v[1];
+          }
+        }
+      }
+    }
     Element* const y = static_cast<Element*>(p.y) + t.n * sample_elements + int64_t(c0) * positions + t.q0;
     auto finish = [&](auto whole) {  // without a branch for each value where the whole tile exists
       constexpr bool kWhole = decltype(whole)::value;
@@ -524,7 +539,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
     __syncwarp();
     make_norm_table(p, n, share, own_table, warpgroup * 4 + warp, kWgmmaConsumers * 4);
     named_barrier(1, kWgmmaConsumers * 128);
-    uint4* const y = reinterpret_cast<uint4*>(static_cast<Element*>(p.y) + n * sample_elements);
+    const uint4* const y = reinterpret_cast<const uint4*>(static_cast<const Element*>(p.y) + n * sample_elements);
+    uint4* const z = reinterpret_cast<uint4*>(static_cast<Element*>(p.z) + n * sample_elements);
     constexpr int kUnroll = 10, kStep = kWgmmaConsumers * 128;
     for (int i0 = share.first + tid; i0 < share.end; i0 += kUnroll * kStep) {
       uint4 v[kUnroll];
@@ -535,7 +551,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         if (i0 + i * kStep < share.end) {
-          y[i0 + i * kStep] = normalize_vector<Element>(v[i], own_table[plan.by_channel(i0 + i * kStep)]);
+          z[i0 + i * kStep] = normalize_vector<Element>(v[i], own_table[plan.by_channel(i0 + i * kStep)]);
         }
       }
     }

@@ -2,7 +2,7 @@
 //
 // A thread keeps the moments of its channels over the tiles of a sample that its block computes. A block that has
 // stored its tiles of a sample merges them by groups, leaves them in memory and counts itself in; when all have, any
-// warp of any block can normalize pieces of the sample, in place.
+// warp of any block can normalize pieces of the sample, in place or into another tensor.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -58,7 +58,8 @@ struct alignas(64) TransposedNormParams {
   uint64_t x_map[16], x_tail_map[16];  // copies of x as [N][slots][channels]; of the last samples, from x_split on
   const void* packed;  // weights: [m_tile][kd][chunk][kh][kw][part] images, see conv_transposed_norm_pack_kernel
   const float* bias;   // m_tiles * kTransposedNormChannels values
-  void* y;             // [n][c_out][out], contiguous
+  void* y;             // of the convolution: [n][c_out][out], contiguous
+  void* z;             // of the norm: y, or another tensor where y is kept for a backward
   float* partials;     // [n][group][block][4]: mean, squared deviations, count, unused
   uint32_t* arrived;   // [n]: blocks whose tiles of the sample are stored; zeros at the start
   float* mean;         // [n][groups], null: not wanted

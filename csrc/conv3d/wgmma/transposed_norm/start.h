@@ -64,7 +64,7 @@ inline Status start_transposed_norm(const ConvOperands& o, const TransposedNormP
   *p = {};
   p->packed = packed;
   p->bias = bias;
-  p->y = y;
+  p->y = p->z = y;
   p->arrived = arrived;
   p->n = pack.n;
   p->c_out = pack.c_out;
