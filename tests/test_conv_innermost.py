@@ -25,7 +25,7 @@ def make(case, dtype):
     rank = len(size)
     x = torch.randn(n, c_in, *size, device="cuda").to(dtype)
     weight = (torch.randn((c_in, c_out) if transposed else (c_out, c_in), device="cuda") * 0.1).to(dtype)
-    weight = weight[..., *[None] * rank].repeat(1, 1, *kernel) * torch.rand(kernel, device="cuda").to(dtype)
+    weight = weight.view(*weight.shape, *[1] * rank) * torch.rand(kernel, device="cuda").to(dtype)
     geometry = [stride] * rank, [padding] * rank, [1] * rank, [0] * rank, 1, transposed
     stride, padding, dilation, output_padding, groups, transposed = geometry
     shape = torch.convolution(x, weight, None, stride, padding, dilation, transposed, output_padding, groups).shape
@@ -83,7 +83,7 @@ def test_contiguous_gradients_say_that_they_are_copied(precision):
 @pytest.mark.parametrize("spread", ["channels far apart", "an outlier", "tiny", "huge", "zeros"])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_weight_gradients_of_split_operands(layout, spread, poisoned):
-    """The scale is one for a tensor: what lies far below its largest value keeps few digits, beside the whole tensor."""
+    """The scale is one for a tensor: what lies far below its largest value keeps few digits, beside all of it."""
     torch.backends.cudnn.allow_tf32 = False
     dy, x, weight, geometry = make("second pipeline's", torch.float32)
     if spread == "channels far apart":

@@ -369,6 +369,7 @@ void bind_conv(py::module_& m) {
       .def_property_readonly(
           "refusal",
           [](const TransposedNormPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("scaled", &TransposedNormPlan::scaled)
       .def_readonly("columns", &TransposedNormPlan::columns)
       .def_readonly("parts", &TransposedNormPlan::parts)
       .def_readonly("chunks", &TransposedNormPlan::chunks)
@@ -573,7 +574,8 @@ void bind_conv(py::module_& m) {
   m.def("position_rows_channel", &position_rows_channel, py::arg("row"));
   m.attr("TRANSPOSED_NORM_CHANNELS") = kTransposedNormChannels;
   m.attr("TRANSPOSED_NORM_ROW_BYTES") = kTransposedNormRowBytes;
-  m.def("plan_transposed_norm", &plan_transposed_norm, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("plan_transposed_norm", &plan_transposed_norm, py::arg("problem"), py::arg("limits") = DeviceLimits{},
+        py::arg("scaled") = false);
   m.def("tap_columns_channel", &tap_columns_channel, py::arg("column"), py::arg("half"));
   m.attr("WGRAD_MAX_STAGES") = kWgradMaxStages;
   m.def(

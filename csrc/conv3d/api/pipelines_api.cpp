@@ -4,6 +4,7 @@
 #include "conv3d/api/call.h"
 #include "conv3d/few_channels/start.h"
 #include "conv3d/implicit_gemm/start.h"
+#include "conv3d/norm_conv/scaled_half.h"
 #include "conv3d/small_chain/start.h"
 #include "conv3d/wgmma/transposed_norm/start.h"
 #include "groupnorm/api/checks.h"
@@ -272,7 +273,10 @@ struct __attribute__((visibility("hidden"))) NormResult {
 std::optional<NormResult> conv_transposed_norm(const ConvArgs& a, const ConvShape& shape,
                                                const TransposedNormPlan& plan, const Norm& norm, bool keeps) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
-  const CallOperands operands(a, shape);
+  const Tensor x = plan.scaled ? dense_in(a.x, MemoryFormat::Contiguous) : a.x;
+  const ConvArgs of_x{a.op,     x,            a.weight, a.bias,    a.stride,     a.padding, a.dilation, a.output_padding,
+                      a.groups, a.transposed, a.rank,   a.backend, a.allow_tf32, a.wide_weight};
+  CallOperands operands(of_x, shape);
   const TransposedNormSpace space(operands, plan);
   Workspace workspace(a.x);
   const int64_t packed = workspace.reserve(plan.packed_bytes);
@@ -280,7 +284,38 @@ std::optional<NormResult> conv_transposed_norm(const ConvArgs& a, const ConvShap
   const int64_t partials = workspace.reserve(shape.n * norm.groups * plan.blocks * 16);
   const int64_t arrived = workspace.reserve(shape.n * 4);
   const int64_t copy = workspace.reserve(space.copy_bytes(operands, plan));
+  const auto if_scaled = [&](int64_t bytes) { return plan.scaled ? workspace.reserve(bytes) : 0; };
+  const int64_t largest = if_scaled(shape.c_in * 4), scale = if_scaled(shape.c_in * 4);
+  const int64_t inverse = if_scaled(shape.c_in * 8), factors = if_scaled(shape.c_out * 2 * 4);
+  const int64_t half_weight = if_scaled(a.weight.numel() * 2);
   workspace.allocate();
+  if (plan.scaled) {
+    ScaledHalfParams s;
+    s.x = static_cast<const float*>(operands.x);
+    s.n = shape.n;
+    s.c = shape.c_in;
+    s.s = shape.in[0] * shape.in[1] * shape.in[2];
+    s.largest = workspace.at<uint32_t>(largest);
+    s.keeps_infinities = true;
+    s.scale = workspace.at<float>(scale);
+    s.inverse = workspace.at<double>(inverse);
+    s.factors = workspace.at<float>(factors);
+    s.half_weight = workspace.at<void>(half_weight);
+    s.weight = static_cast<const float*>(operands.weight);
+    s.w_stride_out = operands.w_stride_out;
+    s.w_stride_in = operands.w_stride_in;
+    std::copy(operands.w_stride_k, operands.w_stride_k + 3, s.w_stride_k);
+    s.c_out = shape.c_out;
+    std::copy(shape.kernel, shape.kernel + 3, s.kernel);
+    raise_on_error(a.op, run_channel_magnitudes(s, workspace.at<uint32_t>(largest), stream));
+    raise_on_error(a.op, run_scales(s, stream));
+    operands.weight = s.half_weight;
+    operands.w_stride_in = 1;
+    operands.w_stride_k[2] = shape.c_in;
+    operands.w_stride_k[1] = operands.w_stride_k[2] * shape.kernel[2];
+    operands.w_stride_k[0] = operands.w_stride_k[1] * shape.kernel[1];
+    operands.w_stride_out = operands.w_stride_k[0] * shape.kernel[0];
+  }
   NormResult r{allocate_output(a, shape), empty_like_shape(a.x, {shape.n, norm.groups}, ScalarType::Float),
                empty_like_shape(a.x, {shape.n, norm.groups}, ScalarType::Float)};
   if (keeps) r.kept = allocate_output(a, shape);
@@ -288,7 +323,9 @@ std::optional<NormResult> conv_transposed_norm(const ConvArgs& a, const ConvShap
   TransposedNormParams p;
   raise_on_error(a.op, start_transposed_norm(operands, plan, space, c.mutable_data_ptr(), workspace.at<void>(packed),
                                              workspace.at<float>(bias), workspace.at<uint32_t>(arrived),
-                                             workspace.at<void>(copy), &p, stream));
+                                             workspace.at<void>(copy),
+                                             plan.scaled ? workspace.at<float>(scale) : nullptr, &p, stream));
+  p.factors = plan.scaled ? workspace.at<float>(factors) : nullptr;
   p.z = r.y.mutable_data_ptr();
   p.partials = workspace.at<float>(partials);
   p.mean = static_cast<float*>(r.mean.mutable_data_ptr());

@@ -138,9 +138,9 @@ def _gradients(  # type: ignore[no-untyped-def]
     *both, third = conv_gradients(
         wants_gradient(ctx, 0, 1, 2), dc, x, weight, _geometry(ctx), ctx.allow_tf32, ctx.backend
     )
-    for i, (gradient, given) in enumerate(zip(both, like, strict=True)):
-        if gradient is not None and given is not None and is_channels_last(given):
-            both[i] = gradient.contiguous(memory_format=memory_format(given.dim(), True))
+    for i, (gradient, argument) in enumerate(zip(both, like, strict=True)):
+        if gradient is not None and argument is not None and is_channels_last(argument):
+            both[i] = gradient.contiguous(memory_format=memory_format(argument.dim(), True))
     return *both, third, None, *affine_gradients(ctx, (4, 5), dweight, dbias)
 
 

@@ -107,11 +107,13 @@ __device__ __forceinline__ TransposedNormTile transposed_norm_tile(const Transpo
   return t;
 }
 
-template <ConvMath kMath, int kN>
+// kScaled: x and y are fp32, the operands fp16.
+template <ConvMath kMath, int kN, bool kScaled>
 __global__ void __launch_bounds__(kWgmmaThreads, 1)
     conv_transposed_norm_kernel(const __grid_constant__ TransposedNormParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Element = typename WgmmaTypes<kMath>::Element;
+  using Operand = typename WgmmaTypes<kMath>::Element;
+  using Element = std::conditional_t<kScaled, float, Operand>;
   constexpr int kParts = kMath == ConvMath::kTf32x3 ? 2 : 1;
   constexpr int kVec = 16 / sizeof(Element);
   extern __shared__ char smem_unaligned[];
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
         const int column = kParts == 1 ? xs.part : xs.part % 2 * plan.chunks + xs.part / 2;
         for (int box = 0; box < plan.boxes; ++box) {
           tensor_load_3d(to + box * plan.box_rows * kTransposedNormRowBytes, tail ? p.x_tail_map : p.x_map,
-                         column * (kTransposedNormRowBytes / int(sizeof(Element))),
+                         column * (kTransposedNormRowBytes / int(sizeof(Operand))),
                          xs.slot + xs.group * step_h + box * plan.box_rows, tail ? xs.n - p.x_split : xs.n,
                          x_full + xs.s.stage);
         }
@@ -474,26 +476,21 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
       }
     }
     const int count = min(2 * kN, positions - t.q0);
+    float2 factors[2] = {};  // of this thread's channels
+    if constexpr (kScaled) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        if (c0 + row * 8 < p.c_out) factors[row] = __ldg(reinterpret_cast<const float2*>(p.factors) + c0 + row * 8);
+      }
+    }
 #pragma unroll
     for (int run = 0; run < 2; ++run) {
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) {
         float& v = acc[run][i];
+        if constexpr (kScaled) v = v * factors[i / 2 % 2].x * factors[i / 2 % 2].y;
         v += bias[i / 2 % 2];
         if (p.relu) v = fast_relu(v);
-      }
-    }
-    if constexpr (sizeof(Element) == 2) {
-      if (p.z != p.y) {  // moments are to be those of what a backward reads
-#pragma unroll
-        for (int run = 0; run < 2; ++run) {
-#pragma unroll
-          for (int i = 0; i < kN / 2; i += 2) {
-            float v[2] = {acc[run][i], acc[run][i + 1]};
-            unpack(pack<Element, 2>(v), v);
-            acc[run][i] = v[0], acc[run][i + 1] = v[1];
-          }
-        }
       }
     }
     Element* const y = static_cast<Element*>(p.y) + t.n * sample_elements + int64_t(c0) * positions + t.q0;
@@ -514,7 +511,12 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
           }
         }
       }
-      add_transposed_norm_moments<kN, kWhole>(acc, count, moments, open % 2, c0);
+      // Moments are to be those of what a backward reads.
+      if (sizeof(Element) == 2 && p.z != p.y) {
+        add_transposed_norm_moments<kN, kWhole, Element>(acc, count, moments, open % 2, c0);
+      } else {
+        add_transposed_norm_moments<kN, kWhole, float>(acc, count, moments, open % 2, c0);
+      }
     };
     if (count == 2 * kN) {
       finish(std::true_type());

@@ -34,21 +34,25 @@ inline int64_t transposed_norm_bias_bytes(const TransposedNormPlan& plan) {
 }
 
 // Lays out x and the weights, and describes x's copies; `packed`, `bias`, `arrived` and `copy` are pieces of the
-// workspace. The norm is left to the caller.
+// workspace. `scale`: of the input channels of scaled operands, whose weight in `o` is fp16. The norm is left to the
+// caller.
 inline Status start_transposed_norm(const ConvOperands& o, const TransposedNormPlan& plan,
                                     const TransposedNormSpace& space, void* y, void* packed, float* bias,
-                                    uint32_t* arrived, void* copy, TransposedNormParams* p, cudaStream_t stream) {
+                                    uint32_t* arrived, void* copy, const float* scale, TransposedNormParams* p,
+                                    cudaStream_t stream) {
   TransposedNormPackParams pack{};
   set_packed_weight(&pack, o);
   pack.packed = packed;
   pack.packed_bias = bias;
   pack.arrived = arrived;
   pack.n = static_cast<int>(o.n);
-  pack.dtype = o.dtype;
+  pack.dtype = plan.scaled ? Dtype::kFloat16 : o.dtype;
+  pack.bias_dtype = o.dtype;
   pack.plan = plan;
 
   TransposedNormInputParams in{};
   in.x = o.x;
+  in.scale = scale;
   in.stride_n = o.x_stride_n;
   in.stride_c = o.x_stride_c;
   std::copy(o.x_stride, o.x_stride + 3, in.stride);
