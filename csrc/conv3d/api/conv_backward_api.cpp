@@ -291,7 +291,7 @@ ConvGradients innermost_backward(const ConvArgs& a, const ConvShape& shape, cons
   }
   if (!chosen.dx && !chosen.dweight) return all_gradients(a.x, result);
   // With fp32 accuracy dy is read from a copy of twice its size: of a part of the samples at a time.
-  const bool parts = !chosen.dweight && chosen.dx && shape.n > 1;
+  const bool parts = shape.dtype == Dtype::kFloat32 && !a.tf32() && shape.n > 1;
   if (parts) {
     Tensor dx = empty_like_shape(a.x, sizes_of(a.x), std::nullopt, MemoryFormat::Contiguous);
     const int64_t samples = (shape.n + 3) / 4;
@@ -299,8 +299,7 @@ ConvGradients innermost_backward(const ConvArgs& a, const ConvShape& shape, cons
       const int64_t count = std::min(samples, shape.n - first);
       Tensor all_dy = dy, all_x = a.x;
       const Tensor some_dy = relaid(a.op, torch::stable::narrow(all_dy, 0, first, count), format);
-      Tensor some_x = torch::stable::narrow(all_x, 0, first, count);
-      some_x = empty_like_shape(some_x, sizes_of(some_x), std::nullopt, format);
+      const Tensor some_x = with_channels_last_strides(torch::stable::narrow(all_x, 0, first, count));
       const Tensor some_dx = std::get<0>(backward(some_dy, some_x, true, false, false));
       const Tensor to = torch::stable::narrow(dx, 0, first, count);
       transpose_into(a.op, dense_in(some_dx, format), to);
@@ -318,8 +317,7 @@ ConvGradients innermost_backward(const ConvArgs& a, const ConvShape& shape, cons
     wants_bias = false;
   }
   if (chosen.dx) {
-    // Only the sizes and strides of x count.
-    if (!chosen.dweight) x_now = empty_like_shape(a.x, sizes_of(a.x), std::nullopt, format);
+    x_now = with_channels_last_strides(a.x);  // for dx only the sizes and strides of x count
     auto [dx, dweight, dbias] = backward(dy_now, x_now, true, false, wants_bias);
     if (wants_bias) result[2] = dbias;
     x_now = dy_now = Tensor();

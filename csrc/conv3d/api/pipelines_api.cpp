@@ -285,20 +285,17 @@ std::optional<NormResult> conv_transposed_norm(const ConvArgs& a, const ConvShap
   const int64_t arrived = workspace.reserve(shape.n * 4);
   const int64_t copy = workspace.reserve(space.copy_bytes(operands, plan));
   const auto if_scaled = [&](int64_t bytes) { return plan.scaled ? workspace.reserve(bytes) : 0; };
-  const int64_t largest = if_scaled(shape.c_in * 4), scale = if_scaled(shape.c_in * 4);
-  const int64_t inverse = if_scaled(shape.c_in * 8), factors = if_scaled(shape.c_out * 2 * 4);
+  const int64_t largest = if_scaled(shape.c_in * 4), factors = if_scaled(shape.c_out * 2 * 4);
   const int64_t half_weight = if_scaled(a.weight.numel() * 2);
   workspace.allocate();
+  ScaledHalfParams s;
   if (plan.scaled) {
-    ScaledHalfParams s;
     s.x = static_cast<const float*>(operands.x);
     s.n = shape.n;
     s.c = shape.c_in;
     s.s = shape.in[0] * shape.in[1] * shape.in[2];
     s.largest = workspace.at<uint32_t>(largest);
     s.keeps_infinities = true;
-    s.scale = workspace.at<float>(scale);
-    s.inverse = workspace.at<double>(inverse);
     s.factors = workspace.at<float>(factors);
     s.half_weight = workspace.at<void>(half_weight);
     s.weight = static_cast<const float*>(operands.weight);
@@ -308,7 +305,6 @@ std::optional<NormResult> conv_transposed_norm(const ConvArgs& a, const ConvShap
     s.c_out = shape.c_out;
     std::copy(shape.kernel, shape.kernel + 3, s.kernel);
     raise_on_error(a.op, run_channel_magnitudes(s, workspace.at<uint32_t>(largest), stream));
-    raise_on_error(a.op, run_scales(s, stream));
     operands.weight = s.half_weight;
     operands.w_stride_in = 1;
     operands.w_stride_k[2] = shape.c_in;
@@ -323,9 +319,7 @@ std::optional<NormResult> conv_transposed_norm(const ConvArgs& a, const ConvShap
   TransposedNormParams p;
   raise_on_error(a.op, start_transposed_norm(operands, plan, space, c.mutable_data_ptr(), workspace.at<void>(packed),
                                              workspace.at<float>(bias), workspace.at<uint32_t>(arrived),
-                                             workspace.at<void>(copy),
-                                             plan.scaled ? workspace.at<float>(scale) : nullptr, &p, stream));
-  p.factors = plan.scaled ? workspace.at<float>(factors) : nullptr;
+                                             workspace.at<void>(copy), plan.scaled ? &s : nullptr, &p, stream));
   p.z = r.y.mutable_data_ptr();
   p.partials = workspace.at<float>(partials);
   p.mean = static_cast<float*>(r.mean.mutable_data_ptr());

@@ -133,10 +133,10 @@ struct InnermostGradients {
 };
 
 // A pass that changes the format of a tensor of x's or dy's size.
-inline double relayout_microseconds(const ConvProblem& q, bool of_dy) {
+inline double relayout_microseconds(const ConvProblem& q, bool of_dy, double start = 3) {
   double elements = double(q.n) * (of_dy ? q.c_out : q.c_in);
   for (int i = 0; i < 3; ++i) elements *= double(of_dy ? q.out[i] : q.in[i]);
-  return 3 + 2 * elements * static_cast<double>(dtype_size(q.dtype)) / 3e6;
+  return start + 2 * elements * static_cast<double>(dtype_size(q.dtype)) / 3e6;
 }
 
 // Which gradients of contiguous tensors pay for copies of x and dy in channels_last. cuDNN's kernels on tensor cores
@@ -177,7 +177,9 @@ inline InnermostGradients choose_innermost_gradients(const ConvProblem& problem,
   double dweight_then = by_cudnn(rate.wgrad_tf32, rate.wgrad_half), dweight_now = dweight_then;
   if (const auto* plan = std::get_if<WgradPlan>(&choice.dweight)) dweight_now = wgrad_microseconds(*plan);
   const double copies = of_dy + (dx ? of_x : 0) + (dweight ? of_x : 0);
-  const double hidden = (double(dx) + double(dweight)) * (of_x + of_dy);
+  // Small ones may have other kernels, or hide their launches.
+  const double hidden_pair = relayout_microseconds(problem, false, 0) + relayout_microseconds(problem, true, 0);
+  const double hidden = (double(dx) + double(dweight)) * hidden_pair;
   const double now = copies + (dx ? dx_now : 0) + (dweight ? dweight_now : 0);
   const double then = hidden + (dx ? dx_then : 0) + (dweight ? dweight_then : 0);
   const bool pays = now < 0.97 * then;

@@ -4,6 +4,7 @@
 #include "common/floor.cuh"
 #include "common/pointwise.cuh"
 #include "common/traverse.cuh"
+#include "conv3d/norm_conv/scaled_half.cuh"
 
 namespace kgopt {
 namespace {
@@ -94,8 +95,8 @@ __global__ void __launch_bounds__(128)
 __global__ void __launch_bounds__(128) input_scales_kernel(const __grid_constant__ ScaledHalfParams p) {
   const int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (c >= p.c) return;
-  float largest = p.largest ? __uint_as_float(p.largest[c]) : 0.f;
-  for (int64_t n = 0; !p.largest && n < p.n; ++n) {
+  float largest = 0.f;
+  for (int64_t n = 0; n < p.n; ++n) {
     const int64_t channel = n * p.c + c;
     float low = p.range[2 * channel], high = p.range[2 * channel + 1];
     if (low > high) continue;  // no finite value
@@ -108,10 +109,8 @@ __global__ void __launch_bounds__(128) input_scales_kernel(const __grid_constant
     const float bound = largest_magnitude(p.act, low, high);
     if (bound == bound) largest = fmaxf(largest, fminf(bound, FLT_MAX));
   }
-  // From 2^-120 on, whose scale is a number of fp32; so a channel of zeros takes no room from the others' weights.
-  const int exponent = largest > 0.f ? max(ilogbf(largest) + 1, -120) : -120;
-  p.scale[c] = ldexpf(1.f, kScaledInputBits - exponent);
-  p.inverse[c] = ldexp(1., exponent - kScaledInputBits);
+  p.scale[c] = scaled_input_scale(__float_as_uint(largest));
+  p.inverse[c] = scaled_input_inverse(__float_as_uint(largest));
 }
 
 constexpr int kMagnitudeThreads = 256, kMagnitudePiece = 16 * 1024;
@@ -166,20 +165,24 @@ __global__ void __launch_bounds__(256) scaled_weights_kernel(const __grid_consta
       }
     }
   };
+  const auto inverse = [&](int64_t c) -> double {
+    return p.largest ? scaled_input_inverse(__ldg(p.largest + c)) : p.inverse[c];
+  };
   double sum = 0;
-  for_each([&](int64_t, int64_t c, float w) { sum += is_finite(w) ? fabs(w * p.inverse[c]) : 0.; });
+  for_each([&](int64_t, int64_t c, float w) { sum += is_finite(w) ? fabs(w * inverse(c)) : 0.; });
   sum = block_sum(sum, shared);
   // Powers whose halves are numbers of fp32; outputs beyond are none.
   const int power = sum > 0 ? max(-250, min(250, kScaledWeightBits - 1 - ilogb(sum))) : 0;
   const double unit = ldexp(1., power);
   for_each([&](int64_t at, int64_t c, float w) {
-    const float scaled = static_cast<float>(w * p.inverse[c] * unit);
+    const float scaled = static_cast<float>(w * inverse(c) * unit);
     to[at] = __float2half_rn(p.keeps_infinities ? scaled : or_nan(scaled));
   });
   if (threadIdx.x == 0) {
     p.factors[2 * blockIdx.x] = ldexpf(1.f, -(power / 2));
     p.factors[2 * blockIdx.x + 1] = ldexpf(1.f, -(power - power / 2));
   }
+  wait_for_prerequisites();  // what comes behind this kernel wants the results of the one ahead, too
 }
 
 // Where a chain cancels, its rounding errors may be all that there is, and not below the bound that another order of
@@ -277,7 +280,9 @@ Status run_channel_magnitudes(const ScaledHalfParams& p, uint32_t* largest, cuda
 }
 
 Status run_scaled_half(const ScaledHalfParams& p, cudaStream_t stream) {
-  const Status status = run_scales(p, stream);
+  const unsigned channel_blocks = static_cast<unsigned>((p.c + 127) / 128);
+  Status status = launch_after<input_scales_kernel>(false, "input_scales_kernel", channel_blocks, 128, stream, p);
+  if (status.ok()) status = run_scaled_weights(p, false, stream);
   if (!status.ok()) return status;
   if (!p.table) return launch_round<false, Chain::kNone>(p, stream);
   switch (chain_kind(p.act)) {
@@ -288,11 +293,8 @@ Status run_scaled_half(const ScaledHalfParams& p, cudaStream_t stream) {
   }
 }
 
-Status run_scales(const ScaledHalfParams& p, cudaStream_t stream) {
-  const unsigned channel_blocks = static_cast<unsigned>((p.c + 127) / 128);
-  const Status status = launch_after<input_scales_kernel>(false, "input_scales_kernel", channel_blocks, 128, stream, p);
-  if (!status.ok()) return status;
-  return launch_after<scaled_weights_kernel>(false, "scaled_weights_kernel", static_cast<unsigned>(p.c_out), 256,
+Status run_scaled_weights(const ScaledHalfParams& p, bool early, cudaStream_t stream) {
+  return launch_after<scaled_weights_kernel>(early, "scaled_weights_kernel", static_cast<unsigned>(p.c_out), 256,
                                              stream, p);
 }
 

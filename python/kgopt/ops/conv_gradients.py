@@ -35,7 +35,10 @@ def _own_gradients(dy: Tensor, x: Tensor) -> bool:
         if x.is_contiguous(memory_format=torch.channels_last_3d if x.dim() == 5 else torch.channels_last):
             return True
     elif x.shape[-1] > 1 and dy.shape[1] > 1 and dy.shape[-1] > 1 and dy.is_contiguous():
-        return x.shape[1] <= _FEW_CHANNELS or dy.numel() >= _LARGE
+        if x.shape[1] <= _FEW_CHANNELS:
+            return True
+        elements = dy.numel()  # of a graph it may be a symbol, which a question would make a guard of
+        return not isinstance(elements, int) or elements >= _LARGE
     return is_channels_last(x) or is_channels_last(dy) or x.shape[1] <= _FEW_CHANNELS
 
 

@@ -5,6 +5,8 @@
 #include "common/launch.h"
 #include "common/mma.cuh"
 #include "common/tensor_map.h"
+#include "conv3d/norm_conv/scaled_half.cuh"
+#include "conv3d/norm_conv/scaled_half.h"
 #include "conv3d/wgmma/pack.cuh"
 #include "conv3d/wgmma/transposed_norm/kernel.cuh"
 
@@ -107,8 +109,9 @@ __global__ void __launch_bounds__(kInputThreads)
         if constexpr (kScaled) {
           const int c = (chunk * kWords + word) * 2;
           const float* const x = static_cast<const float*>(p.x) + from + c * p.stride_c;
-          const float v0 = inside && c < p.c_in ? x[0] * __ldg(p.scale + c) : 0.f;
-          const float v1 = inside && c + 1 < p.c_in ? x[p.stride_c] * __ldg(p.scale + c + 1) : 0.f;
+          const float v0 = inside && c < p.c_in ? x[0] * scaled_input_scale(__ldg(p.largest + c)) : 0.f;
+          const float v1 =
+              inside && c + 1 < p.c_in ? x[p.stride_c] * scaled_input_scale(__ldg(p.largest + c + 1)) : 0.f;
           const __half2 both = __floats2half2_rn(v0, v1);
           tile[0][word][i * 32 + lane] = reinterpret_cast<const uint32_t&>(both);
         } else if constexpr (kHalf) {
@@ -267,11 +270,11 @@ Status launch_columns(const TransposedNormParams& p, cudaStream_t stream) {
   }
 }
 
-Status run_conv_transposed_norm_pack(const TransposedNormPackParams& p, cudaStream_t stream) {
+Status run_conv_transposed_norm_pack(const TransposedNormPackParams& p, bool early, cudaStream_t stream) {
   const int64_t pieces = p.plan.packed_bytes / 16;
   const int blocks = static_cast<int>(std::min<int64_t>((pieces + 127) / 128, 2048));
-  // Beside the end of the copy, which it does not depend on: it takes longer to start than to run.
-  return launch_after<conv_transposed_norm_pack_kernel>(true, "conv_transposed_norm_pack_kernel", blocks, 128, stream,
+  // Early: beside the end of the copy, which it does not depend on. It takes longer to start than to run.
+  return launch_after<conv_transposed_norm_pack_kernel>(early, "conv_transposed_norm_pack_kernel", blocks, 128, stream,
                                                         p);
 }
 
@@ -301,7 +304,7 @@ Status run_conv_transposed_norm_input(const TransposedNormInputParams& p, cudaSt
 }  // namespace
 
 Status run_conv_transposed_norm_prepare(const TransposedNormInputParams& p, const TransposedNormPackParams& pack,
-                                        cudaStream_t stream) {
+                                        const ScaledHalfParams* scaled, cudaStream_t stream) {
   const TransposedNormPlan& plan = p.plan;
   const bool vectors = p.dtype != Dtype::kFloat32 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.stride[2] == 1 &&
                        p.stride[1] % 8 == 0 && p.stride[0] % 8 == 0 && p.stride_c % 8 == 0 && p.stride_n % 8 == 0 &&
@@ -315,8 +318,9 @@ Status run_conv_transposed_norm_prepare(const TransposedNormInputParams& p, cons
     return launch_after<conv_transposed_norm_transpose_kernel>(false, "conv_transposed_norm_transpose_kernel", blocks,
                                                                kTransposeThreads, 0, stream, p, pack);
   }
-  const Status status = run_conv_transposed_norm_input(p, stream);
-  return status.ok() ? run_conv_transposed_norm_pack(pack, stream) : status;
+  Status status = run_conv_transposed_norm_input(p, stream);
+  if (status.ok() && scaled) status = run_scaled_weights(*scaled, true, stream);
+  return status.ok() ? run_conv_transposed_norm_pack(pack, !scaled, stream) : status;
 }
 
 Status set_transposed_norm_input(TransposedNormParams* p, const void* copy, const void* tail_copy) {
