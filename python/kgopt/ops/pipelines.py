@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kgopt._layout import contiguous, empty, is_channels_last, memory_format, stats_dtype, wide
 from kgopt.ops.autocast import cast, low
-from kgopt.ops.calls import given, in_backward, is_watched, wants_gradient, without_grad
+from kgopt.ops.calls import given, in_backward, is_grad_enabled, is_watched, wants_gradient, without_grad
 from kgopt.ops.conv_gradients import conv_gradients
 from kgopt.ops.geometry import conv_fake, conv_flops, conv_sizes, convolution
 from kgopt.ops.group_norm import (
@@ -156,7 +156,11 @@ def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
 
 
 def _conv_relu_norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
-    x, weight, _, gn_weight, gn_bias, c, mean, rstd = ctx.saved_tensors
+    x, weight, bias, gn_weight, gn_bias, c, mean, rstd = ctx.saved_tensors
+    if is_grad_enabled():  # what the forward kept has no graph to x and weight
+        c = _conv_again(ctx, x, weight, bias)
+        if _rounds_otherwise(ctx, c):
+            mean, rstd = _group_stats(c.relu(), ctx.num_groups, ctx.eps)
     dc, dweight, dbias = group_norm_backward(dy, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias, "none", "relu")
     return _gradients(ctx, dc, x, weight, dweight, dbias)
 

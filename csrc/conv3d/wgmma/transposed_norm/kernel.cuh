@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
   uint64_t* const stored = lagging + 1;  // of samples by parity: this block's tiles are in memory
   uint64_t* const taken = stored + 2;    // their moments have been read
   uint64_t* const piece_full = taken + 2;
-  uint32_t* const claim = reinterpret_cast<uint32_t*>(piece_full + kTransposedNormMaxPieces * kTransposedNormHelpers);
+  uint32_t* const claim = reinterpret_cast<uint32_t*>(piece_full + kTransposedNormPieces * kTransposedNormHelpers);
   const TransposedNormMoments moments{reinterpret_cast<float*>(smem + layout.moments),
                                       plan.m_tiles * kTransposedNormChannels};
   float4* const table = reinterpret_cast<float4*>(smem + layout.table);
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
       barrier_init(stored + i, kWgmmaConsumers * 128);
       barrier_init(taken + i, 32);
     }
-    for (int i = 0; i < kTransposedNormMaxPieces * kTransposedNormHelpers; ++i) barrier_init(piece_full + i, 1);
+    for (int i = 0; i < kTransposedNormPieces * kTransposedNormHelpers; ++i) barrier_init(piece_full + i, 1);
     claim[0] = static_cast<uint32_t>(p.n - 1) << 16;
     barrier_init_fence();
   }
@@ -264,8 +264,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
       }
     } else {
       const int helper = warp - (4 - kTransposedNormHelpers);
-      char* const pieces = smem + layout.pieces + helper * plan.pieces * kTransposedNormPieceBytes;
-      uint64_t* const full = piece_full + helper * plan.pieces;
+      char* const pieces = smem + layout.pieces + helper * kTransposedNormPieces * kTransposedNormPieceBytes;
+      uint64_t* const full = piece_full + helper * kTransposedNormPieces;
       const uint64_t policy = evict_first_policy();
       wait_for_prerequisites();
       int merged = 0;
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
       };
       uint32_t parities = 0;  // of the pieces' barriers, a bit each
       const TransposedNormShare share = transposed_norm_share(static_cast<int>(sample_elements / kVec));
-      constexpr int kUnit = kTransposedNormPieceBytes / 16;
+      constexpr int kUnit = kTransposedNormPieceBytes / 16, kAhead = kTransposedNormPieces - 2;
       while (true) {
         if (helper == 0 && lane == 0) claim[1] = claim_transposed_norm_sample(claim, true);
         named_barrier(3, kTransposedNormHelpers * 32);
@@ -311,10 +311,10 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
                       policy);
           }
           next += step;
-          if (++next_buffer == plan.pieces) next_buffer = 0;
+          if (++next_buffer == kTransposedNormPieces) next_buffer = 0;
         };
         if (lane == 0) bulk_store_wait_read<0>();
-        for (int i = 0; i < plan.pieces - 2; ++i) load();
+        for (int i = 0; i < kAhead; ++i) load();
         make_norm_table(p, n, share, table, helper, kTransposedNormHelpers);  // while these come
         named_barrier(3, kTransposedNormHelpers * 32);
         int buffer = 0;
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
             bulk_store(normalized + piece, vectors, count * 16);
             bulk_store_commit();
           }
-          if (++buffer == plan.pieces) buffer = 0;
+          if (++buffer == kTransposedNormPieces) buffer = 0;
           if (helper == 0) publish();
         }
       }

@@ -21,7 +21,7 @@ inline constexpr int kTransposedNormRowBytes = 128;  // of a slot's channels in 
 inline constexpr int kTransposedNormMaxStages = 8;
 inline constexpr int kTransposedNormHelpers = 3;        // warps that normalize
 inline constexpr int kTransposedNormPieceBytes = 2048;  // what one of them normalizes at a time
-inline constexpr int kTransposedNormMaxPieces = 8;      // that it has under way
+inline constexpr int kTransposedNormPieces = 4;         // that it has under way
 
 struct TransposedNormPlan {
   const char* refusal = nullptr;
@@ -47,7 +47,6 @@ struct TransposedNormPlan {
   bool whole_height = true;  // a stage of x serves all taps of the height, else those of the width alone
   int boxes = 1, box_rows = 64;
   int x_stages = 2, w_stages = 2;
-  int pieces = 4;           // that a warp which normalizes has under way
   int lag = 0;              // taps that the second warpgroup starts later
   int channel_vectors = 1;  // of 16 bytes, of an output channel
   KnownDivisor by_m_tiles, by_tiles_per_sample, by_plane, by_channel;

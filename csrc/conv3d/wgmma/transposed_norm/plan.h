@@ -16,7 +16,7 @@ namespace kgopt {
 // Shared memory in bytes, in the order in which the kernel lays it out, from an address aligned to 1024.
 struct TransposedNormSmemLayout {
   int weights;  // a ring for each warpgroup
-  int pieces;   // kTransposedNormHelpers x plan.pieces
+  int pieces;   // kTransposedNormHelpers x kTransposedNormPieces
   int moments;  // [2 samples][3][channels] floats
   int table;    // [channels] float4
   int barriers;
@@ -24,7 +24,7 @@ struct TransposedNormSmemLayout {
 };
 
 inline constexpr int kTransposedNormBarriers =
-    2 * (1 + kWgmmaConsumers) * kTransposedNormMaxStages + 1 + 4 + kTransposedNormMaxPieces * kTransposedNormHelpers;
+    2 * (1 + kWgmmaConsumers) * kTransposedNormMaxStages + 1 + 4 + kTransposedNormPieces * kTransposedNormHelpers;
 
 // Of a sample's tiles with fewer taps, the first one's place in the order of its tiles, which goes around.
 KGOPT_HD int transposed_norm_short_place(int step, int n, const TransposedNormPlan& p) {
@@ -41,7 +41,7 @@ KGOPT_HD TransposedNormSmemLayout transposed_norm_smem_layout(const TransposedNo
   const int channels = p.m_tiles * kTransposedNormChannels;
   s.weights = p.x_stages * transposed_norm_x_stage_bytes(p);
   s.pieces = s.weights + p.w_stages * kTransposedNormWeightBytes;
-  s.moments = s.pieces + kTransposedNormHelpers * p.pieces * kTransposedNormPieceBytes;
+  s.moments = s.pieces + kTransposedNormHelpers * kTransposedNormPieces * kTransposedNormPieceBytes;
   s.table = s.moments + 2 * 3 * channels * 4;
   s.barriers = s.table + channels * 16;
   s.total = s.barriers + kTransposedNormBarriers * 8 + 16 + 1024;  // 1024: alignment
@@ -107,7 +107,6 @@ inline TransposedNormPlan plan_transposed_norm(const ConvProblem& problem, const
     if (problem.kernel[0] * problem.kernel[1] * problem.kernel[2] > kScaledMostTaps) return refuse("too many taps");
     p.math = ConvMath::kFp16;
     p.scaled = true;
-    p.pieces = 6;  // twice the bytes of half types, in the same time
   }
   p.parts = p.math == ConvMath::kTf32x3 ? 2 : 1;
   if (problem.groups != 1) return refuse("grouped convolution");
