@@ -156,7 +156,7 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
       "conv_transpose3d_relu_group_norm_fwd(Tensor x, Tensor weight, Tensor? bias, int num_groups, "
       "Tensor? gn_weight=None, Tensor? gn_bias=None, int[3] stride=1, int[3] padding=0, int[3] output_padding=0, "
       "int groups=1, int[3] dilation=1, float eps=1e-5, *, str backend=\"auto\", bool? allow_tf32=None) "
-      "-> (Tensor, Tensor, Tensor)");
+      "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "conv2d_group_norm_tanh_hardswish_residual_logsumexp(Tensor x, Tensor weight, Tensor? bias, int num_groups, "
       "Tensor? gn_weight=None, Tensor? gn_bias=None, int[2] stride=1, int[2] padding=0, int[2] dilation=1, "

@@ -91,7 +91,14 @@ def test_wide_transposed_convolutions_with_a_norm_take_one_launch(dtype: str, al
         "epilogue": dev.ConvEpilogue.store_stats,
     }
     problem, _ = make_problem(64, 128, (32,) * 3, (3,) * 3, **arguments, planar=True)
-    assert dev.choose_conv(problem, GPUS["h200"]).path.name == "transposed_norm"
+    choice = dev.choose_conv(problem, GPUS["h200"])
+    assert choice.path.name == "transposed_norm"
+    assert choice.plan.scaled == (dtype == "float32" and allow_tf32)
+    assert ("scaled by powers of two" in choice.reason) == choice.plan.scaled
+    if dtype == "float32":
+        problem, _ = make_problem(32, 128, (32,) * 3, (3,) * 3, **arguments, planar=True)
+        choice = dev.choose_conv(problem, GPUS["h200"], dev.ConvBackend.kgopt)
+        assert not choice.plan.scaled, "half of its rows would be padding"
     problem, _ = make_problem(64, 128, (32,) * 3, (3,) * 3, **arguments)
     assert dev.choose_conv(problem, GPUS["h200"]).path.name != "transposed_norm"
 

@@ -72,7 +72,7 @@ SHARDED_BY_SAMPLES = {name: ["S0"] for name in NAMES} | {
     "conv_add_moments": ["S0"] * 2,
     "group_norm_conv_moments": ["S0"] * 2,
     "conv3d_group_norm_mean_fwd": ["S0"] * 4,
-    "conv_transpose3d_relu_group_norm_fwd": ["S0"] * 3,
+    "conv_transpose3d_relu_group_norm_fwd": ["S0"] * 4,
     "conv2d_group_norm_tanh_hardswish_residual_logsumexp_fwd": ["S0"] * 3,
     "upsample_conv_weight": ["R"],  # a weight has no samples
     "mean_backward": ["S1"],  # its dy [4, 10] has no dim of samples: dim 0 are the channels

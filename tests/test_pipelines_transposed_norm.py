@@ -126,3 +126,91 @@ def test_pipeline_in_one_launch_with_fp32_accuracy_keeps_one_copy_apart():
     extra = torch.cuda.max_memory_allocated() - before - y.nbytes
     copy, packed = 16 * 32 * 32 * 64 * 8, weight.nbytes * 2
     assert extra < 1.5 * copy + packed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["tf32", torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", FLAT)
+def test_training_keeps_what_the_norm_reads(case, dtype, poisoned):
+    """The launch gives the norm and, in another tensor, what it read; the same bits are the inference's in fp32."""
+    tf32 = dtype == "tf32"
+    torch.backends.cudnn.allow_tf32 = tf32
+    args, options = make_flat(case, torch.float32 if tf32 else dtype)
+    function, *_ = PIPELINES["relu_norm"]
+    forward = torch.ops.kgopt.conv_transpose3d_relu_group_norm_fwd
+    x, weight, bias, groups, gamma, beta = args
+    geometry = {"dilation": [options["dilation"]] * 3}
+    y, kept, mean, rstd = forward(x, weight, bias, groups, gamma, beta, **geometry, backend="kgopt")
+    again = torch.nn.functional.group_norm(kept.double().relu(), groups, gamma.double(), beta.double())
+    tiny = {torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(kept.dtype, 2e-5)
+    assert relative_error(y, again) < tiny
+    grouped = kept.double().relu().reshape(len(x), groups, -1)
+    assert relative_error(mean, grouped.mean(2)) < 1e-5
+    assert relative_error(rstd, (grouped.var(2, correction=0) + 1e-5).rsqrt()) < 1e-4
+    if kept.dtype is torch.float32:
+        assert torch.equal(y, function(*args, **options, backend="kgopt"))
+
+    a, b, c, d, e = leaves = [t.detach().requires_grad_() for t in (x, weight, bias, gamma, beta)]
+    out = function(a, b, c, groups, d, e, **options, backend="kgopt")
+    assert torch.equal(out, y)
+    dout = torch.randn_like(out)
+    mine = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert all(torch.equal(m, n) for m, n in zip(mine, torch.autograd.grad(out, leaves, dout), strict=True))
+    # Of what was kept: another rounding of it would turn some of relu's slopes.
+    inner = kept.detach().double().requires_grad_()
+    wide = [t.detach().double().requires_grad_() for t in (gamma, beta)]
+    normed = torch.nn.functional.group_norm(inner.relu(), groups, *wide)
+    dc, *affine = torch.autograd.grad(normed, [inner, *wide], dout.double())
+    sizes = [weight.shape[1]], [1] * 3, [0] * 3, geometry["dilation"], True, [0] * 3, 1, [True] * 3
+    exact = [*torch.ops.aten.convolution_backward(dc, x.double(), weight.double(), *sizes), *affine]
+    tiny = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}.get(kept.dtype, 1e-3 if tf32 else 2e-5)
+    for name, m, right in zip(("x", "weight", "bias", "gamma", "beta"), mine, exact, strict=True):
+        # A bias's gradient is what is left of terms that cancel.
+        size = dc.abs().sum((0, 2, 3, 4)) * 1e-1 if name == "bias" else None
+        assert relative_error(m, right, size) <= tiny, (name, relative_error(m, right, size))
+
+
+@pytest.mark.gpu
+def test_training_in_one_launch_may_be_changed_in_place_and_differentiated_twice():
+    torch.backends.cudnn.allow_tf32 = False
+    args, options = make_flat("copy of x in the output", torch.float32)
+    function, ref, *_ = PIPELINES["relu_norm"]
+    results = []
+    for run in (function, ref):
+        a, b, c, d, e = leaves = [args[i].detach().clone().requires_grad_() for i in (0, 1, 2, 4, 5)]
+        y = run(a, b, c, args[3], d, e, **options)
+        y.mul_(2).add_(1)
+        first = torch.autograd.grad((y * y).sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum((g * g).sum() for g in first), leaves)
+        results.append([t.detach() for t in (y, *first, *second)])
+    for mine, theirs in zip(*results, strict=True):
+        assert relative_error(mine, theirs) < 1e-2  # of relu's slopes some may turn
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", ["channels far apart", "an outlier", "tiny", "huge", "infinite"])
+def test_scaled_operands_have_tf32s_accuracy(values, poisoned):
+    torch.backends.cudnn.allow_tf32 = True
+    args, options = make_flat("tiles across planes", torch.float32)
+    function, ref, *_ = PIPELINES["relu_norm"]
+    x, weight = args[:2]
+    if values == "channels far apart":
+        scales = 10.0 ** torch.linspace(-6, 6, x.shape[1], device="cuda")
+        x *= scales.view(1, -1, 1, 1, 1)
+        weight /= scales.view(-1, 1, 1, 1, 1)
+    elif values == "an outlier":
+        x[0, 3, 4, 5, 6] = 1e4
+    elif values == "infinite":  # relu makes a number of one of them
+        x[0, 3, 4, 5, 6] = float("inf")
+        weight[3] = -weight[3].abs() - 1
+    else:
+        x *= 1e-30 if values == "tiny" else 1e15
+        args[2] *= 0
+    if torch.cuda.get_device_capability() == (9, 0):
+        geometry = [1] * 3, [0] * 3, [1] * 3, [0] * 3, 1, True, "relu_norm", "kgopt"
+        assert "scaled by powers of two" in torch.ops.kgopt.explain_conv(x, weight, *geometry)
+    exact = ref(*upcast(args), **options).cuda()
+    ideal = ref(*upcast([round_tf32(x), round_tf32(weight), *args[2:]]), **options).cuda()
+    y = function(*args, **options, backend="kgopt")
+    assert torch.equal(y.isnan(), exact.isnan())
+    assert relative_error(y, exact) <= 2 * relative_error(ideal, exact) + 1e-6

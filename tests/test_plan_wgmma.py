@@ -242,7 +242,7 @@ def test_transposed_norm_plan_of_any_shape(data) -> None:
     kernel = tuple(draw(st.integers(1, 4)) for _ in range(3))
     dilation = tuple(draw(st.integers(1, 3)) for _ in range(3))
     size = tuple(draw(st.integers(1, 9)) for _ in range(3))
-    dtype = draw(st.sampled_from(DTYPES))
+    dtype, allow_tf32 = draw(st.sampled_from(DTYPES)), draw(st.booleans())
     n = draw(st.integers(1, 40))
     problem, output = make_problem(
         draw(st.integers(1, 200)),
@@ -253,11 +253,15 @@ def test_transposed_norm_plan_of_any_shape(data) -> None:
         n=n,
         transposed=True,
         dtype=dtype,
-        allow_tf32=draw(st.booleans()),
+        allow_tf32=allow_tf32,
         epilogue=dev.ConvEpilogue.store_stats,
         planar=True,
     )
-    plan = dev.plan_transposed_norm(problem, GPUS["h200"])
+    scaled = draw(st.booleans())
+    plan = dev.plan_transposed_norm(problem, GPUS["h200"], scaled)
+    if scaled and plan.refusal is not None and "in place of TF32" in plan.refusal:
+        assert dtype != "float32" or not allow_tf32
+        return
     odd = math.prod(output) * (4 if dtype == "float32" else 2) % 16 != 0
     if check_refusal(plan.refusal, {"16-byte": odd}):
         return

@@ -369,6 +369,7 @@ void bind_conv(py::module_& m) {
       .def_property_readonly(
           "refusal",
           [](const TransposedNormPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("scaled", &TransposedNormPlan::scaled)
       .def_readonly("columns", &TransposedNormPlan::columns)
       .def_readonly("parts", &TransposedNormPlan::parts)
       .def_readonly("chunks", &TransposedNormPlan::chunks)
@@ -416,6 +417,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("splits", &WgradPlan::splits)
       .def_readonly("slots", &WgradPlan::slots)
       .def_readonly("steps", &WgradPlan::steps)
+      .def_readonly("first_step", &WgradPlan::first_step)
       .def_readonly("smem_bytes", &WgradPlan::smem_bytes)
       .def_readonly("partial_floats", &WgradPlan::partial_floats)
       .def_property_readonly("tiles", [](const WgradPlan& p) { return copied(p.tiles); })
@@ -514,6 +516,15 @@ void bind_conv(py::module_& m) {
       .def_readonly("dx", &MadeGradientPlans::dx)
       .def_readonly("samples", &MadeGradientPlans::samples);
 
+  py::class_<SplitWgradPlan>(m, "SplitWgradPlan", "Fields as in conv3d/gradients/wgrad/params.h.")
+      .def_property_readonly(
+          "refusal", [](const SplitWgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("samples", &SplitWgradPlan::samples);
+
+  py::class_<InnermostGradients>(m, "InnermostGradients", "Fields as in conv3d/choice/gradients.h.")
+      .def_readonly("dx", &InnermostGradients::dx)
+      .def_readonly("dweight", &InnermostGradients::dweight);
+
   py::class_<AtenPlan>(m, "AtenPlan");
   py::class_<DirectPlan>(m, "DirectPlan");
 
@@ -578,7 +589,8 @@ void bind_conv(py::module_& m) {
   m.def("position_rows_channel", &position_rows_channel, py::arg("row"));
   m.attr("TRANSPOSED_NORM_CHANNELS") = kTransposedNormChannels;
   m.attr("TRANSPOSED_NORM_ROW_BYTES") = kTransposedNormRowBytes;
-  m.def("plan_transposed_norm", &plan_transposed_norm, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("plan_transposed_norm", &plan_transposed_norm, py::arg("problem"), py::arg("limits") = DeviceLimits{},
+        py::arg("scaled") = false);
   m.def("tap_columns_channel", &tap_columns_channel, py::arg("column"), py::arg("half"));
   m.attr("WGRAD_MAX_STAGES") = kWgradMaxStages;
   m.def(
@@ -593,6 +605,16 @@ void bind_conv(py::module_& m) {
   m.def("plan_head_gradient", &plan_head_gradient, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("choose_conv_gradients", &choose_conv_gradients, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto, py::arg("copies") = false);
+  m.def("plan_split_wgrad", &plan_split_wgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def("plan_wgrad_terms", &plan_wgrad_terms, py::arg("problem"), py::arg("limits"), py::arg("samples"),
+        py::arg("chain") = 0);
+  m.attr("SPLIT_CHAIN") = kSplitChain;
+  m.attr("SPLIT_PARTIAL_FLOATS") = kSplitPartialFloats;
+  m.def("wgrad_portions", &wgrad_portions, py::arg("plan"));
+  m.def("wgrad_portion", &wgrad_portion, py::arg("plan"), py::arg("index"), py::arg("portions"));
+  m.def("split_wgrad_microseconds", &split_wgrad_microseconds, py::arg("problem"), py::arg("limits"), py::arg("plan"));
+  m.def("choose_innermost_gradients", &choose_innermost_gradients, py::arg("problem"),
+        py::arg("limits") = DeviceLimits{}, py::arg("dx") = true, py::arg("dweight") = true);
   m.def("choose_conv", &choose_conv, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto, py::arg("tail") = ConvTailKind::kNone);
 }

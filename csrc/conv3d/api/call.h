@@ -145,6 +145,15 @@ inline std::shared_ptr<const ConvGradientsChoice> choose_gradients(const ConvArg
   return remembered(key, [&] { return choose_conv_gradients(problem, limits, backend, copies); });
 }
 
+// Of contiguous x and dy, the gradients that are computed from copies in channels_last.
+inline InnermostGradients innermost_gradients(const ConvArgs& a, const ConvShape& shape, bool dx, bool dweight) {
+  const ConvProblem problem = problem_of(a, shape, ConvEpilogue::kStore);
+  const DeviceLimits limits = limits_of(a);
+  ConvKey key = conv_key(problem, limits, ConvBackend::kAuto);
+  key[11] += 32 * (1 + int64_t(dx) + 2 * int64_t(dweight));
+  return *remembered(key, [&] { return choose_innermost_gradients(problem, limits, dx, dweight); });
+}
+
 // Strides of a tensor's spatial dims as depth, height, width.
 inline void spatial_strides(const Tensor& t, int rank, int64_t (&strides)[3]) {
   strides[0] = 0;

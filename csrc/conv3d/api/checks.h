@@ -174,12 +174,9 @@ inline ConvGradients all_gradients(const Tensor& x, const SomeConvGradients& g) 
   return {one(0), one(1), one(2)};
 }
 
-// PyTorch keeps cuDNN's plans by the layout of one operand, and one channel's or one position's is contiguous to it
-// whatever that of the other. So that the plan of two contiguous tensors is not taken for one of these, nor left to be
-// taken: channels_last strides beside a channels_last tensor.
-inline Tensor laid_like(const Tensor& t, const Tensor& other) {
+// A dense tensor's memory under the strides of channels_last, whatever lies where.
+inline Tensor with_channels_last_strides(const Tensor& t) {
   const int64_t rank = t.dim();
-  if (!is_channels_last(other) || is_channels_last(t) || !is_dense(t, channels_last_format(rank))) return t;
   const IntArray sizes = sizes_of(t);
   IntArray strides(rank);
   strides[1] = 1;
@@ -190,6 +187,14 @@ inline Tensor laid_like(const Tensor& t, const Tensor& other) {
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch__reinterpret_tensor(t.get(), rank, sizes.data(), strides.data(), /*offset_increment=*/0, &made));
   return Tensor(made);
+}
+
+// PyTorch keeps cuDNN's plans by the layout of one operand, and one channel's or one position's is contiguous to it
+// whatever that of the other. So that the plan of two contiguous tensors is not taken for one of these, nor left to be
+// taken: channels_last strides beside a channels_last tensor.
+inline Tensor laid_like(const Tensor& t, const Tensor& other) {
+  if (!is_channels_last(other) || is_channels_last(t) || !is_dense(t, channels_last_format(t.dim()))) return t;
+  return with_channels_last_strides(t);
 }
 
 // Those of `mask` from ATen, in the layouts of x and of the weight.

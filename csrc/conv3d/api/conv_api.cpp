@@ -293,6 +293,10 @@ std::string explain_conv(Tensor x, Tensor weight, IntArray stride, IntArray padd
   if (epilogue == "store") return explain_forward(a, shape);
   if (epilogue == "backward") {
     std::string text = choose_gradients(a, shape)->explain();
+    if (backend == "auto" && !shape.out_channels_last && is_dense(x, MemoryFormat::Contiguous)) {
+      const InnermostGradients chosen = innermost_gradients(a, shape, true, true);
+      if (chosen.dx || chosen.dweight) text += "; " + chosen.explain();
+    }
     if (backend != "auto" || !autotune_is_on()) return text;
     for (const auto& [what, name] :
          {std::pair(ConvTuned::kInputGradient, "; dx"), std::pair(ConvTuned::kWeightGradient, "; dweight")}) {

@@ -1,6 +1,6 @@
 // CUDA gradients of convolutions: for channels_last tensors dx by the convolutions on wgmma and dweight by its own
 // kernel, for contiguous tensors of few channels by kernels that read them as they lie; each where it is the faster
-// one, ATen for the rest.
+// one, ATen for the rest. Contiguous tensors of more channels are copied to channels_last where that pays.
 #include <algorithm>
 
 #include "conv3d/api/autotune.h"
@@ -10,6 +10,7 @@
 #include "conv3d/gradients/head/head.h"
 #include "conv3d/gradients/wgrad/wgrad.h"
 #include "groupnorm/api/group_norm_api.h"
+#include "layout/layout_api.h"
 #include "reduce/reduce.h"
 
 namespace kgopt {
@@ -18,7 +19,9 @@ namespace {
 using torch::stable::accelerator::DeviceGuard;
 
 // Dense so, and where copies of 16 bytes can read it.
-Tensor channels_innermost(const Tensor& t) { return aligned(dense_in(t, channels_last_format(t.dim()))); }
+Tensor channels_innermost(const Tensor& t) {
+  return aligned(relaid("conv_backward", t, channels_last_format(t.dim())));
+}
 Tensor planar(const Tensor& t) { return aligned(dense_in(t, MemoryFormat::Contiguous)); }
 
 WgradTensor wgrad_tensor(const Tensor& t, int rank) {
@@ -33,13 +36,13 @@ WgradTensor wgrad_tensor(const Tensor& t, int rank) {
   return w;
 }
 
-Tensor conv_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight, const ConvShape& shape,
-                  const WgradPlan& plan) {
+// Into dweight. `sum`: what is to be done to the sums.
+void run_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& dweight, const ConvShape& shape,
+               const WgradPlan& plan, WgradSumParams sum) {
   const auto stream = static_cast<cudaStream_t>(current_stream(x));
   Workspace workspace(x);
   const int64_t partials = workspace.reserve(plan.partial_floats * 4);
   workspace.allocate();
-  Tensor dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
 
   WgradParams p{};
   p.plan = plan;
@@ -48,17 +51,85 @@ Tensor conv_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tenso
   raise_on_error(op, set_wgrad_tensors(&p, shape.transposed ? x_part : dy_part, shape.transposed ? dy_part : x_part));
   raise_on_error(op, run_conv_wgrad(p, stream));
 
-  WgradSumParams sum{};
   sum.partials = p.partials;
   sum.dw = dweight.mutable_data_ptr();
-  sum.a = static_cast<int>(weight.size(0));
-  sum.b = static_cast<int>(weight.size(1));
+  sum.a = static_cast<int>(dweight.size(0));
+  sum.b = static_cast<int>(dweight.size(1));
   sum.stride_a = dweight.stride(0);
   sum.stride_b = dweight.stride(1);
   spatial_strides(dweight, shape.rank, sum.stride_k);
-  sum.dtype = check_dtype(op, "weight", weight);
+  sum.dtype = check_dtype(op, "weight", dweight);
   sum.plan = plan;
   raise_on_error(op, run_conv_wgrad_sum(sum, stream));
+}
+
+Tensor conv_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight, const ConvShape& shape,
+                  const WgradPlan& plan) {
+  Tensor dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
+  run_wgrad(op, dy, x, dweight, shape, plan, WgradSumParams{});
+  return dweight;
+}
+
+// fp32 tensors as they lie, contiguous or channels_last; the terms are channels_last.
+struct __attribute__((visibility("hidden"))) SplitTerms {
+  Tensor high, low;
+
+  SplitTerms(const char* op, const Tensor& t, uint32_t* largest) {
+    const MemoryFormat format = channels_last_format(t.dim());
+    const bool lies_so = is_dense(t, format);
+    high = empty_like_shape(t, sizes_of(t), ScalarType::Half, format);
+    low = empty_like_shape(t, sizes_of(t), ScalarType::Half, format);
+    SplitHalfParams p;
+    p.x = static_cast<const float*>(t.const_data_ptr());
+    p.high = high.mutable_data_ptr();
+    p.low = low.mutable_data_ptr();
+    p.n = lies_so ? 1 : t.size(0);
+    p.rows = lies_so ? 1 : t.size(1);
+    p.columns = lies_so ? t.numel() : positions_of(t);
+    p.largest = largest;
+    raise_on_error(op, run_split_half(p, stream_of(t)));
+  }
+};
+
+Tensor conv_split_wgrad(const char* op, const Tensor& given_dy, const Tensor& given_x, const Tensor& weight,
+                        const ConvProblem& problem, const DeviceLimits& limits, const ConvShape& shape,
+                        const SplitWgradPlan& plan) {
+  const auto as_it_lies = [](const Tensor& t) {
+    const bool innermost = is_dense(t, channels_last_format(t.dim()));
+    return aligned(innermost ? t : dense_in(t, MemoryFormat::Contiguous));
+  };
+  const Tensor dy = as_it_lies(given_dy), x = as_it_lies(given_x);
+  Workspace workspace(x);
+  const int64_t of_x = workspace.reserve(sizeof(uint32_t)), of_dy = workspace.reserve(sizeof(uint32_t));
+  workspace.allocate();
+  uint32_t *const largest_x = workspace.at<uint32_t>(of_x), *const largest_dy = workspace.at<uint32_t>(of_dy);
+  const auto measure = [&](const Tensor& t, uint32_t* largest) {
+    raise_on_error(op, run_largest_magnitude(static_cast<const float*>(t.const_data_ptr()), t.numel(), largest,
+                                             limits.sm_count, stream_of(t)));
+  };
+  measure(x, largest_x);
+  measure(dy, largest_dy);
+  Tensor dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
+  for (int64_t first = 0; first < shape.n; first += plan.samples) {
+    const int64_t count = std::min(plan.samples, shape.n - first);
+    const WgradPlan main = plan_wgrad_terms(problem, limits, count, kSplitChain);
+    const WgradPlan rest = plan_wgrad_terms(problem, limits, count);
+    Tensor some_x = x, some_dy = dy;
+    const SplitTerms xs(op, torch::stable::narrow(some_x, 0, first, count), largest_x);
+    const SplitTerms dys(op, torch::stable::narrow(some_dy, 0, first, count), largest_dy);
+    WgradSumParams sum{};
+    sum.largest[0] = largest_x;
+    sum.largest[1] = largest_dy;
+    sum.adds = first > 0;
+    const int64_t portions = wgrad_portions(main);
+    for (int64_t i = 0; i < portions; ++i) {
+      run_wgrad(op, dys.high, xs.high, dweight, shape, wgrad_portion(main, i, portions), sum);
+      sum.adds = true;
+    }
+    sum.shift = kSplitBits;
+    run_wgrad(op, dys.low, xs.high, dweight, shape, rest, sum);
+    run_wgrad(op, dys.high, xs.low, dweight, shape, rest, sum);
+  }
   return dweight;
 }
 
@@ -217,6 +288,63 @@ AnyPlan tuned_gradient(const ConvArgs& a, const ConvShape& shape, ConvTuned what
 
 ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
                             IntArray output_padding, int64_t groups, bool transposed, std::vector<bool> mask,
+                            std::string backend, std::optional<bool> allow_tf32);
+
+// Gradients of contiguous tensors, some of them from copies in channels_last: one of dy, and of x for dweight.
+ConvGradients innermost_backward(const ConvArgs& a, const ConvShape& shape, const Tensor& dy,
+                                 const InnermostGradients& chosen, const std::vector<bool>& mask) {
+  const MemoryFormat format = channels_last_format(a.rank + 2);
+  const auto backward = [&](const Tensor& dy_now, const Tensor& x_now, bool dx, bool dweight, bool dbias) {
+    return conv_backward(dy_now, x_now, a.weight, a.stride, a.padding, a.dilation, a.output_padding, a.groups,
+                         a.transposed, {dx, dweight, dbias}, a.backend, a.allow_tf32);
+  };
+  SomeConvGradients result;
+  bool wants_bias = mask[2];
+  if (mask[1] && !chosen.dweight) {  // reads both formats
+    auto [dx, dweight, dbias] = backward(dy, a.x, false, true, wants_bias);
+    result[1] = dweight;
+    if (wants_bias) result[2] = dbias;
+    wants_bias = false;
+  }
+  if (!chosen.dx && !chosen.dweight) return all_gradients(a.x, result);
+  // With fp32 accuracy dy is read from a copy of twice its size: of a part of the samples at a time.
+  const bool parts = shape.dtype == Dtype::kFloat32 && !a.tf32() && shape.n > 1;
+  if (parts) {
+    Tensor dx = empty_like_shape(a.x, sizes_of(a.x), std::nullopt, MemoryFormat::Contiguous);
+    const int64_t samples = (shape.n + 3) / 4;
+    for (int64_t first = 0; first < shape.n; first += samples) {
+      const int64_t count = std::min(samples, shape.n - first);
+      Tensor all_dy = dy, all_x = a.x;
+      const Tensor some_dy = relaid(a.op, torch::stable::narrow(all_dy, 0, first, count), format);
+      const Tensor some_x = with_channels_last_strides(torch::stable::narrow(all_x, 0, first, count));
+      const Tensor some_dx = std::get<0>(backward(some_dy, some_x, true, false, false));
+      const Tensor to = torch::stable::narrow(dx, 0, first, count);
+      transpose_into(a.op, dense_in(some_dx, format), to);
+    }
+    result[0] = dx;
+    if (wants_bias) result[2] = std::get<2>(backward(dy, a.x, false, false, true));
+    return all_gradients(a.x, result);
+  }
+  Tensor x_now, dy_now = relaid(a.op, dy, format);
+  if (chosen.dweight) {
+    x_now = relaid(a.op, a.x, format);
+    auto [dx, dweight, dbias] = backward(dy_now, x_now, false, true, wants_bias);
+    result[1] = dense_in(dweight, memory_format_of(a.weight));
+    if (wants_bias) result[2] = dbias;
+    wants_bias = false;
+  }
+  if (chosen.dx) {
+    x_now = with_channels_last_strides(a.x);  // for dx only the sizes and strides of x count
+    auto [dx, dweight, dbias] = backward(dy_now, x_now, true, false, wants_bias);
+    if (wants_bias) result[2] = dbias;
+    x_now = dy_now = Tensor();
+    result[0] = relaid(a.op, dx, MemoryFormat::Contiguous);
+  }
+  return all_gradients(a.x, result);
+}
+
+ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
+                            IntArray output_padding, int64_t groups, bool transposed, std::vector<bool> mask,
                             std::string backend, std::optional<bool> allow_tf32) {
   const char* const op = "conv_backward";
   const int rank = static_cast<int>(stride.size());
@@ -230,6 +358,13 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
   if (!shape.is_empty() && (mask[0] || mask[1])) {
     const ConvArgs args{op,     x,          weight, std::nullopt, stride,    padding, dilation, output_padding,
                         groups, transposed, rank,   backend,      allow_tf32};
+    const auto is_planar = [](const Tensor& t) {
+      return is_dense(t, MemoryFormat::Contiguous) && !is_channels_last(t);
+    };
+    if (backend == "auto" && !shape.out_channels_last && is_planar(x) && is_planar(dy)) {
+      const InnermostGradients chosen = innermost_gradients(args, shape, mask[0], mask[1]);
+      if (chosen.dx || chosen.dweight) return innermost_backward(args, shape, dy, chosen, mask);
+    }
     using Dx = decltype(ConvGradientsChoice::dx);
     using Dweight = decltype(ConvGradientsChoice::dweight);
     auto make_dx = [&](const Dx& plan) {
@@ -254,6 +389,11 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
       }
       if (const auto* head = std::get_if<HeadGradientPlan>(&plan)) {
         return {conv_head_wgrad(op, channels_innermost(dy), channels_innermost(x), weight, *head), std::nullopt};
+      }
+      if (const auto* split = std::get_if<SplitWgradPlan>(&plan)) {
+        return {conv_split_wgrad(op, dy, x, weight, problem_of(args, shape, ConvEpilogue::kStore), limits_of(args),
+                                 shape, *split),
+                std::nullopt};
       }
       const WgradPlan& wgrad = std::get<WgradPlan>(plan);
       const Tensor given = wgrad.few ? channels_innermost(x) : x;
@@ -283,7 +423,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
         auto run = [&](const Dx& plan) { std::holds_alternative<AtenPlan>(plan) ? by_aten(0) : void(make_dx(plan)); };
         dx_plan = tuned_gradient(args, shape, ConvTuned::kInputGradient, dx_plan, able, run);
       }
-      if (mask[1]) {
+      if (mask[1] && !std::holds_alternative<SplitWgradPlan>(dweight_plan)) {
         std::vector<std::pair<ConvPath, Dweight>> able{{ConvPath::kAten, AtenPlan()}};
         if (!all->dweight.refusal) able.push_back({ConvPath::kTapColumns, all->dweight});
         if (!all->dweight_few.refusal) able.push_back({ConvPath::kFewChannels, all->dweight_few});
@@ -297,15 +437,18 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
 
     const bool few[2] = {mask[0] && std::holds_alternative<FewDgradPlan>(dx_plan),
                          mask[1] && std::holds_alternative<FewWgradPlan>(dweight_plan)};
+    const bool split = mask[1] && std::holds_alternative<SplitWgradPlan>(dweight_plan);
     const bool own[2] = {mask[0] && !few[0] && !std::holds_alternative<AtenPlan>(dx_plan),
-                         mask[1] && !few[1] && !std::holds_alternative<AtenPlan>(dweight_plan)};
+                         mask[1] && !few[1] && !split && !std::holds_alternative<AtenPlan>(dweight_plan)};
+    if (split) dweight = make_dweight(dweight_plan, false).first;
     if (few[0] || few[1]) dy = planar(dy);
     if (few[0]) dx = make_dx(dx_plan);
     if (few[1]) std::tie(dweight, dbias) = make_dweight(dweight_plan, mask[2]);
     if (own[0] || own[1]) dy = channels_innermost(dy);
     if (own[0]) dx = make_dx(dx_plan);
     if (own[1]) dweight = make_dweight(dweight_plan, false).first;
-    for (int i = 0; i < 2; ++i) from_aten[i] = mask[i] && !own[i] && !few[i];
+    from_aten[0] = mask[0] && !dx;
+    from_aten[1] = mask[1] && !dweight;
   }
   if (mask[2] && !dbias && backend != "aten" && !shape.is_empty() && is_channels_last(dy)) {
     dy = channels_innermost(dy);
@@ -355,8 +498,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_mean_gradient
   GroupNormPassesBwdParams norm;
   norm.dims = {shape.n, shape.c_out, shape.out[0] * shape.out[1] * shape.out[2], num_groups, false, shape.dtype};
   const int size = static_cast<int>(dtype_size(shape.dtype));
-  const int64_t sample_bytes =
-      shape.c_out * shape.out[0] * shape.out[1] * made_row_elements(shape.out[2], size) * size;
+  const int64_t sample_bytes = shape.c_out * shape.out[0] * shape.out[1] * made_row_elements(shape.out[2], size) * size;
   const int64_t most = std::max<int64_t>(1, kMadeGradientBytes / sample_bytes);
   const ConvProblem problem = problem_of(args, shape, ConvEpilogue::kStore);
   const DeviceLimits limits = limits_of(args);

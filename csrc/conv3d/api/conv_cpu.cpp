@@ -81,19 +81,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv3d_group_norm_mean_fwd(Tensor x, 
       gn_weight, gn_bias, eps);
 }
 
-std::tuple<Tensor, Tensor, Tensor> conv_transpose3d_relu_group_norm_fwd(Tensor x, Tensor weight, OptTensor bias,
-                                                                        int64_t num_groups, OptTensor gn_weight,
-                                                                        OptTensor gn_bias, IntArray stride,
-                                                                        IntArray padding, IntArray output_padding,
-                                                                        int64_t groups, IntArray dilation, double eps,
-                                                                        std::string backend, std::optional<bool>) {
+// The convolution's output, for the norm that follows.
+Tensor transposed_for_norm(const Tensor& x, const Tensor& weight, const OptTensor& bias, int64_t num_groups,
+                           const OptTensor& gn_weight, const OptTensor& gn_bias, const IntArray& stride,
+                           const IntArray& padding, const IntArray& output_padding, int64_t groups,
+                           const IntArray& dilation, const std::string& backend) {
   const char* const op = "conv_transpose3d_relu_group_norm";
   const ConvShape shape = check_conv(op, x, weight, bias, stride, padding, dilation, output_padding, groups, true, 3);
   check_group_norm_affine(op, x, shape.c_out, num_groups, gn_weight, gn_bias);
-  const Tensor c =
-      convolution(op, x, weight, bias, stride, padding, dilation, output_padding, groups, true, 3, backend);
-  auto [mean, rstd] = group_norm_inplace_cpu(op, c, num_groups, gn_weight, gn_bias, eps, "none", "relu");
-  return {c, mean, rstd};
+  return convolution(op, x, weight, bias, stride, padding, dilation, output_padding, groups, true, 3, backend);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv_transpose3d_relu_group_norm_fwd(
+    Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
+    IntArray stride, IntArray padding, IntArray output_padding, int64_t groups, IntArray dilation, double eps,
+    std::string backend, std::optional<bool>) {
+  const Tensor c = transposed_for_norm(x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding, output_padding,
+                                       groups, dilation, backend);
+  auto [y, mean, rstd] = group_norm_fwd_cpu(c, num_groups, gn_weight, gn_bias, eps, "none", "relu");
+  return {y, c, mean, rstd};
 }
 
 // out = logsumexp over channels of c + hardswish(tanh((c - mean) * scale + bias)), a block of positions at a time.
@@ -177,10 +183,11 @@ Tensor conv3d_group_norm_mean(Tensor x, Tensor weight, OptTensor bias, int64_t n
 Tensor conv_transpose3d_relu_group_norm(Tensor x, Tensor weight, OptTensor bias, int64_t num_groups,
                                         OptTensor gn_weight, OptTensor gn_bias, IntArray stride, IntArray padding,
                                         IntArray output_padding, int64_t groups, IntArray dilation, double eps,
-                                        std::string backend, std::optional<bool> allow_tf32) {
-  return std::get<0>(conv_transpose3d_relu_group_norm_fwd(x, weight, bias, num_groups, gn_weight, gn_bias, stride,
-                                                          padding, output_padding, groups, dilation, eps, backend,
-                                                          allow_tf32));
+                                        std::string backend, std::optional<bool>) {
+  const Tensor c = transposed_for_norm(x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding, output_padding,
+                                       groups, dilation, backend);
+  group_norm_inplace_cpu("conv_transpose3d_relu_group_norm", c, num_groups, gn_weight, gn_bias, eps, "none", "relu");
+  return c;
 }
 
 Tensor conv2d_residual_logsumexp(Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight,

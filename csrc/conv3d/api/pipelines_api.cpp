@@ -4,6 +4,7 @@
 #include "conv3d/api/call.h"
 #include "conv3d/few_channels/start.h"
 #include "conv3d/implicit_gemm/start.h"
+#include "conv3d/norm_conv/scaled_half.h"
 #include "conv3d/small_chain/start.h"
 #include "conv3d/wgmma/transposed_norm/start.h"
 #include "groupnorm/api/checks.h"
@@ -262,16 +263,21 @@ MeanResult conv_group_norm_mean(const ConvArgs& a, int64_t num_groups, const Opt
   return {out.tensor, channel_mean.tensor, mean.tensor, rstd.tensor};
 }
 
+// `kept`: what the norm read, or the convolution's output before relu, where it was asked for.
 struct __attribute__((visibility("hidden"))) NormResult {
-  Tensor y, mean, rstd;
+  Tensor y, mean, rstd, kept;
 };
 
 // The whole pipeline in one launch, after passes that lay out x and the weights. Nothing where the launch is refused
 // after all, as in a process that may use only some multiprocessors.
 std::optional<NormResult> conv_transposed_norm(const ConvArgs& a, const ConvShape& shape,
-                                               const TransposedNormPlan& plan, const Norm& norm) {
+                                               const TransposedNormPlan& plan, const Norm& norm, bool keeps) {
   const auto stream = static_cast<cudaStream_t>(current_stream(a.x));
-  const CallOperands operands(a, shape);
+  const Tensor x = plan.scaled ? dense_in(a.x, MemoryFormat::Contiguous) : a.x;
+  const ConvArgs of_x{a.op,      x,          a.weight,         a.bias,       a.stride,
+                      a.padding, a.dilation, a.output_padding, a.groups,     a.transposed,
+                      a.rank,    a.backend,  a.allow_tf32,     a.wide_weight};
+  CallOperands operands(of_x, shape);
   const TransposedNormSpace space(operands, plan);
   Workspace workspace(a.x);
   const int64_t packed = workspace.reserve(plan.packed_bytes);
@@ -279,13 +285,43 @@ std::optional<NormResult> conv_transposed_norm(const ConvArgs& a, const ConvShap
   const int64_t partials = workspace.reserve(shape.n * norm.groups * plan.blocks * 16);
   const int64_t arrived = workspace.reserve(shape.n * 4);
   const int64_t copy = workspace.reserve(space.copy_bytes(operands, plan));
+  const auto if_scaled = [&](int64_t bytes) { return plan.scaled ? workspace.reserve(bytes) : 0; };
+  const int64_t largest = if_scaled(shape.c_in * 4), factors = if_scaled(shape.c_out * 2 * 4);
+  const int64_t half_weight = if_scaled(a.weight.numel() * 2);
   workspace.allocate();
+  ScaledHalfParams s;
+  if (plan.scaled) {
+    s.x = static_cast<const float*>(operands.x);
+    s.n = shape.n;
+    s.c = shape.c_in;
+    s.s = shape.in[0] * shape.in[1] * shape.in[2];
+    s.largest = workspace.at<uint32_t>(largest);
+    s.keeps_infinities = true;
+    s.factors = workspace.at<float>(factors);
+    s.half_weight = workspace.at<void>(half_weight);
+    s.weight = static_cast<const float*>(operands.weight);
+    s.w_stride_out = operands.w_stride_out;
+    s.w_stride_in = operands.w_stride_in;
+    std::copy(operands.w_stride_k, operands.w_stride_k + 3, s.w_stride_k);
+    s.c_out = shape.c_out;
+    std::copy(shape.kernel, shape.kernel + 3, s.kernel);
+    raise_on_error(a.op, run_channel_magnitudes(s, workspace.at<uint32_t>(largest), stream));
+    operands.weight = s.half_weight;
+    operands.w_stride_in = 1;
+    operands.w_stride_k[2] = shape.c_in;
+    operands.w_stride_k[1] = operands.w_stride_k[2] * shape.kernel[2];
+    operands.w_stride_k[0] = operands.w_stride_k[1] * shape.kernel[1];
+    operands.w_stride_out = operands.w_stride_k[0] * shape.kernel[0];
+  }
   NormResult r{allocate_output(a, shape), empty_like_shape(a.x, {shape.n, norm.groups}, ScalarType::Float),
                empty_like_shape(a.x, {shape.n, norm.groups}, ScalarType::Float)};
+  if (keeps) r.kept = allocate_output(a, shape);
+  const Tensor& c = keeps ? r.kept : r.y;
   TransposedNormParams p;
-  raise_on_error(a.op, start_transposed_norm(operands, plan, space, r.y.mutable_data_ptr(), workspace.at<void>(packed),
+  raise_on_error(a.op, start_transposed_norm(operands, plan, space, c.mutable_data_ptr(), workspace.at<void>(packed),
                                              workspace.at<float>(bias), workspace.at<uint32_t>(arrived),
-                                             workspace.at<void>(copy), &p, stream));
+                                             workspace.at<void>(copy), plan.scaled ? &s : nullptr, &p, stream));
+  p.z = r.y.mutable_data_ptr();
   p.partials = workspace.at<float>(partials);
   p.mean = static_cast<float*>(r.mean.mutable_data_ptr());
   p.rstd = static_cast<float*>(r.rstd.mutable_data_ptr());
@@ -294,30 +330,31 @@ std::optional<NormResult> conv_transposed_norm(const ConvArgs& a, const ConvShap
   p.affine_dtype = norm.dtype(a.op);
   p.groups = static_cast<int>(norm.groups);
   p.eps = static_cast<float>(norm.eps);
-  const char* const in_y = static_cast<const char*>(r.y.const_data_ptr()) + space.x_in_y_at;
-  Status status = set_transposed_norm_input(&p, in_y, workspace.at<void>(copy));
+  const char* const in_c = static_cast<const char*>(c.const_data_ptr()) + space.x_in_y_at;
+  Status status = set_transposed_norm_input(&p, in_c, workspace.at<void>(copy));
   if (status.ok()) status = run_conv_transposed_norm(p, stream);
   if (status.code == StatusCode::kUnsupported) return std::nullopt;
   raise_on_error(a.op, status);
   return r;
 }
 
-// relu and the norm after a transposed convolution; the norm is written over the convolution's output.
+// relu and the norm after a transposed convolution; the norm is written over the convolution's output, unless that is
+// kept.
 NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups, const OptTensor& gn_weight,
-                                          const OptTensor& gn_bias, double eps) {
+                                          const OptTensor& gn_bias, double eps, bool keeps) {
   const ConvShape shape = check_conv_args(a);
   const Norm norm(a.op, a.x, shape.c_out, num_groups, gn_weight, gn_bias, eps);
   const DeviceGuard guard(a.x.get_device_index());
   const ChoicePtr choice = choose(a, shape, ConvEpilogue::kStoreStats);
   if (choice->path() == ConvPath::kTransposedNorm && !shape.is_empty()) {
-    const std::optional<NormResult> r = conv_transposed_norm(a, shape, choice->as<TransposedNormPlan>(), norm);
+    const std::optional<NormResult> r = conv_transposed_norm(a, shape, choice->as<TransposedNormPlan>(), norm, keeps);
     if (r) return *r;
   }
   if (choice->path() != ConvPath::kImplicitGemm || shape.is_empty()) {
     const Tensor c = conv_forward(a);
-    if (c.numel() == 0) {
+    if (keeps || c.numel() == 0) {
       auto [y, mean, rstd] = group_norm_fwd_cuda(c, num_groups, norm.weight, norm.bias, eps, "none", "relu");
-      return {y, mean, rstd};
+      return {y, mean, rstd, c};
     }
     auto [mean, rstd] = group_norm_inplace_cuda(a.op, c, num_groups, norm.weight, norm.bias, eps, "none", "relu");
     return {c, mean, rstd};
@@ -336,7 +373,9 @@ NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups,
   ImplicitGemmParams p = implicit_gemm_params(operands, plan);
   raise_on_error(a.op,
                  pack_implicit_gemm(operands, &p, workspace.at<uint32_t>(packed), workspace.at<float>(bias), stream));
-  set_output(&p, r.y, a.rank);
+  if (keeps) r.kept = allocate_output(a, shape);
+  const Tensor& c = keeps ? r.kept : r.y;
+  set_output(&p, c, a.rank);
   p.partials = workspace.at<float>(partials);
   p.act = check_act(a.op, "relu");
   raise_on_error(a.op, run_conv3d_stats(p, shape.n, stream));
@@ -347,7 +386,7 @@ NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups,
   raise_on_error(a.op, run_group_stats_finalize(f, stream));
 
   NormalizeParams apply;
-  apply.x = r.y.const_data_ptr();
+  apply.x = c.const_data_ptr();
   apply.y = r.y.mutable_data_ptr();
   apply.table = f.table;
   apply.dims = check_group_norm(a.op, r.y, num_groups);
@@ -504,23 +543,34 @@ Tensor conv3d_group_norm_mean(Tensor x, Tensor weight, OptTensor bias, int64_t n
       .out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> conv_transpose3d_relu_group_norm_fwd(
+NormResult conv_transpose3d_relu_group_norm_of(const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                                               int64_t num_groups, const OptTensor& gn_weight, const OptTensor& gn_bias,
+                                               const IntArray& stride, const IntArray& padding,
+                                               const IntArray& output_padding, int64_t groups, const IntArray& dilation,
+                                               double eps, const std::string& backend, std::optional<bool> allow_tf32,
+                                               bool keeps) {
+  const ConvArgs a = conv_args("conv_transpose3d_relu_group_norm", 3, x, weight, bias, stride, padding, dilation,
+                               output_padding, groups, true, backend, allow_tf32);
+  return conv_transpose_relu_group_norm(a, num_groups, gn_weight, gn_bias, eps, keeps);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv_transpose3d_relu_group_norm_fwd(
     Tensor x, Tensor weight, OptTensor bias, int64_t num_groups, OptTensor gn_weight, OptTensor gn_bias,
     IntArray stride, IntArray padding, IntArray output_padding, int64_t groups, IntArray dilation, double eps,
     std::string backend, std::optional<bool> allow_tf32) {
-  const ConvArgs a = conv_args("conv_transpose3d_relu_group_norm", 3, x, weight, bias, stride, padding, dilation,
-                               output_padding, groups, true, backend, allow_tf32);
-  NormResult r = conv_transpose_relu_group_norm(a, num_groups, gn_weight, gn_bias, eps);
-  return {r.y, r.mean, r.rstd};
+  const NormResult r =
+      conv_transpose3d_relu_group_norm_of(x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding,
+                                          output_padding, groups, dilation, eps, backend, allow_tf32, true);
+  return {r.y, r.kept, r.mean, r.rstd};
 }
 
 Tensor conv_transpose3d_relu_group_norm(Tensor x, Tensor weight, OptTensor bias, int64_t num_groups,
                                         OptTensor gn_weight, OptTensor gn_bias, IntArray stride, IntArray padding,
                                         IntArray output_padding, int64_t groups, IntArray dilation, double eps,
                                         std::string backend, std::optional<bool> allow_tf32) {
-  return std::get<0>(conv_transpose3d_relu_group_norm_fwd(x, weight, bias, num_groups, gn_weight, gn_bias, stride,
-                                                          padding, output_padding, groups, dilation, eps, backend,
-                                                          allow_tf32));
+  return conv_transpose3d_relu_group_norm_of(x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding,
+                                             output_padding, groups, dilation, eps, backend, allow_tf32, false)
+      .y;
 }
 
 NormResult conv2d_residual_logsumexp_of(const Tensor& x, const Tensor& weight, const OptTensor& bias,

@@ -289,11 +289,18 @@ inline Choice choose_store_stats(const ConvProblem& problem, const DeviceLimits&
     choice.reason = "backend=\"aten\" was asked for";
     return choice;
   }
-  const TransposedNormPlan one_launch = plan_transposed_norm(problem, limits);
+  TransposedNormPlan one_launch = plan_transposed_norm(problem, limits);
+  const TransposedNormPlan scaled = plan_transposed_norm(problem, limits, true);
+  if (!scaled.refusal && transposed_norm_loses(problem, scaled, true) == nullptr &&
+      (one_launch.refusal ||
+       transposed_norm_microseconds(problem, scaled) < transposed_norm_microseconds(problem, one_launch))) {
+    one_launch = scaled;
+  }
   if (transposed_norm_loses(problem, one_launch, backend != ConvBackend::kAuto) == nullptr) {
     choice.plan = one_launch;
     choice.composed = false;
     choice.reason = "stride 1 without padding: convolution, activation and norm in one launch on wgmma";
+    if (one_launch.scaled) choice.reason += ", of fp16 operands scaled by powers of two";
     return choice;
   }
   const ImplicitGemmPlan implicit_gemm = plan_implicit_gemm(problem, limits);

@@ -21,6 +21,7 @@ struct ConvGradientPlans {
   PositionRowsPlan dx_position_rows;
   FewDgradPlan dx_few;
   WgradPlan dweight;
+  SplitWgradPlan dweight_split;
   FewWgradPlan dweight_few;
   HeadGradientPlan head;  // of both
 };
@@ -32,6 +33,7 @@ inline ConvGradientPlans plan_conv_gradients(const ConvProblem& problem, const D
   plans.dx_tap_columns = plan_tap_columns(adjoint, limits);
   plans.dx_position_rows = plan_position_rows(adjoint, limits);
   plans.dweight = plan_wgrad(problem, limits);
+  plans.dweight_split = plan_split_wgrad(problem, limits);
   plans.head = plan_head_gradient(problem, limits);
   if (problem.planar) {
     plans.dx_few = plan_few_dgrad(problem, limits);
@@ -45,7 +47,7 @@ inline ConvGradientPlans plan_conv_gradients(const ConvProblem& problem, const D
 // ATen makes a gradient that has no other plan, because of why_aten.
 struct ConvGradientsChoice {
   std::variant<TapColumnsPlan, PositionRowsPlan, FewDgradPlan, HeadGradientPlan, AtenPlan> dx = AtenPlan();
-  std::variant<WgradPlan, FewWgradPlan, HeadGradientPlan, AtenPlan> dweight = AtenPlan();
+  std::variant<WgradPlan, SplitWgradPlan, FewWgradPlan, HeadGradientPlan, AtenPlan> dweight = AtenPlan();
   const char* why_aten_dx = nullptr;
   const char* why_aten_dweight = nullptr;
 
@@ -63,7 +65,7 @@ struct MadeGradientPlans {
 
   const char* refusal(bool with_dx) const { return dweight.refusal || !with_dx ? dweight.refusal : dx.refusal; }
 };
-inline constexpr int kMoreTurns = 4;           // than needed, which may fill the multiprocessors better
+inline constexpr int kMoreTurns = 4;          // than needed, which may fill the multiprocessors better
 inline constexpr double kTurnCycles = 60000;  // that a turn more takes, measured on an H200
 
 // `most_samples` of dy may be stored at a time.
@@ -140,12 +142,76 @@ inline ConvGradientsChoice choose_conv_gradients(const ConvProblem& problem, con
       (always ||
        !few_gradient_loses(problem, plans.dweight_few.cycles, tera_per_second(rate.wgrad_tf32, rate.wgrad_half)))) {
     choice.dweight = plans.dweight_few;
+  } else if (!(always ? plans.dweight_split.refusal : split_wgrad_loses(problem, limits, plans.dweight_split))) {
+    choice.dweight = plans.dweight_split;  // reads both formats
   } else if (why_not || copied) {
     choice.why_aten_dweight = why_not ? why_not : copied;
   } else {
     choice.dweight = plans.dweight;
   }
   return choice;
+}
+
+// Which gradients of contiguous x and dy, neither of few channels, to compute from copies in channels_last.
+struct InnermostGradients {
+  bool dx = false, dweight = false;
+
+  std::string explain() const {
+    return std::string(dx && dweight ? "both" : dx ? "dx" : "dweight") + " from copies of x and dy in channels_last";
+  }
+};
+
+// A pass that changes the format of a tensor of x's or dy's size.
+inline double relayout_microseconds(const ConvProblem& q, bool of_dy, double start = 3) {
+  double elements = double(q.n) * (of_dy ? q.c_out : q.c_in);
+  for (int i = 0; i < 3; ++i) elements *= double(of_dy ? q.out[i] : q.in[i]);
+  return start + 2 * elements * static_cast<double>(dtype_size(q.dtype)) / 3e6;
+}
+
+// Which gradients of contiguous tensors pay for copies of x and dy in channels_last. cuDNN's kernels on tensor cores
+// read channels innermost: it transposes both tensors, for each gradient, and gives dx back transposed. Here dy is
+// transposed once, and other kernels may run. `dx`, `dweight`: which are wanted.
+inline InnermostGradients choose_innermost_gradients(const ConvProblem& problem, const DeviceLimits& limits, bool dx,
+                                                     bool dweight) {
+  InnermostGradients chosen;
+  const int64_t size = dtype_size(problem.dtype);
+  if (problem.is_empty() || !problem.planar || problem.groups != 1 || problem.dtype == Dtype::kFloat64 ||
+      problem.c_in * size % 16 != 0 || problem.c_out * size % 16 != 0) {
+    return chosen;
+  }
+  const ConvGradientsChoice as_they_lie = choose_conv_gradients(problem, limits, ConvBackend::kAuto, true);
+  if (!std::holds_alternative<AtenPlan>(as_they_lie.dx) || std::holds_alternative<FewWgradPlan>(as_they_lie.dweight)) {
+    return chosen;
+  }
+  ConvProblem innermost = problem;
+  innermost.planar = false;
+  innermost.channels_innermost = true;
+  const ConvGradientsChoice choice = choose_conv_gradients(innermost, limits, ConvBackend::kAuto);
+  const bool fp32 = problem.dtype == Dtype::kFloat32 && !problem.allow_tf32;
+  const CudnnGradientRate& rate = cudnn_gradient_rate(problem);
+  const auto by_cudnn = [&](double tf32, double half) {
+    const double tera = problem.dtype != Dtype::kFloat32 ? half : fp32 ? std::min(tf32, kCudnnFp32Rate) : tf32;
+    return 3 + 1e6 * conv_tera_operations(problem) / tera;
+  };
+  const double of_x = relayout_microseconds(problem, false), of_dy = relayout_microseconds(problem, true);
+  // Of cuDNN and of channels_last kernels, the copies left out.
+  double dx_then = by_cudnn(rate.dgrad_tf32, rate.dgrad_half), dx_now = dx_then;
+  if (const auto* rows = std::get_if<PositionRowsPlan>(&choice.dx)) dx_now = position_rows_microseconds(*rows);
+  if (const auto* taps = std::get_if<TapColumnsPlan>(&choice.dx)) dx_now = tap_columns_microseconds(*taps);
+  if (fp32) {  // cuDNN's kernels of this precision transpose nothing; dweight has a kernel that reads both formats
+    chosen.dx = dx && of_x + of_dy + dx_now < 0.8 * dx_then;
+    return chosen;
+  }
+  double dweight_then = by_cudnn(rate.wgrad_tf32, rate.wgrad_half), dweight_now = dweight_then;
+  if (const auto* plan = std::get_if<WgradPlan>(&choice.dweight)) dweight_now = wgrad_microseconds(*plan);
+  const double copies = of_dy + (dx ? of_x : 0) + (dweight ? of_x : 0);
+  // Small ones may have other kernels, or hide their launches.
+  const double hidden_pair = relayout_microseconds(problem, false, 0) + relayout_microseconds(problem, true, 0);
+  const double hidden = (double(dx) + double(dweight)) * hidden_pair;
+  const double now = copies + (dx ? dx_now : 0) + (dweight ? dweight_now : 0);
+  const double then = hidden + (dx ? dx_then : 0) + (dweight ? dweight_then : 0);
+  const bool pays = now < 0.97 * then;
+  return {dx && pays, dweight && pays};
 }
 
 }  // namespace kgopt

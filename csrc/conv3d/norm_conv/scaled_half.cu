@@ -4,6 +4,7 @@
 #include "common/floor.cuh"
 #include "common/pointwise.cuh"
 #include "common/traverse_padded.cuh"
+#include "conv3d/norm_conv/scaled_half.cuh"
 
 namespace kgopt {
 namespace {
@@ -108,10 +109,30 @@ __global__ void __launch_bounds__(128) input_scales_kernel(const __grid_constant
     const float bound = largest_magnitude(p.act, low, high);
     if (bound == bound) largest = fmaxf(largest, fminf(bound, FLT_MAX));
   }
-  // From 2^-120 on, whose scale is a number of fp32; so a channel of zeros takes no room from the others' weights.
-  const int exponent = largest > 0.f ? max(ilogbf(largest) + 1, -120) : -120;
-  p.scale[c] = ldexpf(1.f, kScaledInputBits - exponent);
-  p.inverse[c] = ldexp(1., exponent - kScaledInputBits);
+  p.scale[c] = scaled_input_scale(__float_as_uint(largest));
+  p.inverse[c] = scaled_input_inverse(__float_as_uint(largest));
+}
+
+constexpr int kMagnitudeThreads = 256, kMagnitudePiece = 16 * 1024;
+
+// A block a piece of a channel of a contiguous sample. The maximum does not depend on the order.
+__global__ void __launch_bounds__(kMagnitudeThreads)
+    channel_magnitudes_kernel(const __grid_constant__ ScaledHalfParams p, uint32_t* largest) {
+  const int64_t pieces = (p.s + kMagnitudePiece - 1) / kMagnitudePiece;
+  const int64_t row = blockIdx.x / pieces, first = (blockIdx.x - row * pieces) * kMagnitudePiece;
+  const float* const x = p.x + row * p.s + first;
+  const int count = static_cast<int>(min(p.s - first, int64_t(kMagnitudePiece)));
+  float most = 0.f;
+  const auto add = [&](float v) { most = fmaxf(most, is_finite(v) ? fabsf(v) : 0.f); };
+  const int fours = reinterpret_cast<uintptr_t>(x) % 16 == 0 ? count / 4 : 0;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < fours; i += kMagnitudeThreads) {
+    const float4 v = __ldg(reinterpret_cast<const float4*>(x) + i);
+    add(v.x), add(v.y), add(v.z), add(v.w);
+  }
+  for (int i = fours * 4 + threadIdx.x; i < count; i += kMagnitudeThreads) add(x[i]);
+  const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
+  if (threadIdx.x % 32 == 0 && bits > 0) atomicMax(largest + row % p.c, bits);
 }
 
 // A block an output channel.
@@ -144,19 +165,24 @@ __global__ void __launch_bounds__(256) scaled_weights_kernel(const __grid_consta
       }
     }
   };
+  const auto inverse = [&](int64_t c) -> double {
+    return p.largest ? scaled_input_inverse(__ldg(p.largest + c)) : p.inverse[c];
+  };
   double sum = 0;
-  for_each([&](int64_t, int64_t c, float w) { sum += is_finite(w) ? fabs(w * p.inverse[c]) : 0.; });
+  for_each([&](int64_t, int64_t c, float w) { sum += is_finite(w) ? fabs(w * inverse(c)) : 0.; });
   sum = block_sum(sum, shared);
   // Powers whose halves are numbers of fp32; outputs beyond are none.
   const int power = sum > 0 ? max(-250, min(250, kScaledWeightBits - 1 - ilogb(sum))) : 0;
   const double unit = ldexp(1., power);
   for_each([&](int64_t at, int64_t c, float w) {
-    to[at] = __float2half_rn(or_nan(static_cast<float>(w * p.inverse[c] * unit)));
+    const float scaled = static_cast<float>(w * inverse(c) * unit);
+    to[at] = __float2half_rn(p.keeps_infinities ? scaled : or_nan(scaled));
   });
   if (threadIdx.x == 0) {
     p.factors[2 * blockIdx.x] = ldexpf(1.f, -(power / 2));
     p.factors[2 * blockIdx.x + 1] = ldexpf(1.f, -(power - power / 2));
   }
+  wait_for_prerequisites();  // what comes behind this kernel wants the results of the one ahead, too
 }
 
 // Where a chain cancels, its rounding errors may be all that there is, and not below the bound that another order of
@@ -247,12 +273,20 @@ Status run_channel_ranges(const ScaledHalfParams& p, cudaStream_t stream) {
   return launch_after<channel_ranges_kernel>(false, "channel_ranges_kernel", blocks, 128, stream, p, slices.count);
 }
 
+Status run_channel_magnitudes(const ScaledHalfParams& p, uint32_t* largest, cudaStream_t stream) {
+  const char* const name = "channel_magnitudes_kernel";
+  const cudaError_t error = cudaMemsetAsync(largest, 0, p.c * sizeof(uint32_t), stream);
+  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
+  const int64_t blocks = p.n * p.c * ((p.s + kMagnitudePiece - 1) / kMagnitudePiece);
+  if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
+  return launch_after<channel_magnitudes_kernel>(false, name, static_cast<unsigned>(blocks), kMagnitudeThreads, stream,
+                                                 p, largest);
+}
+
 Status run_scaled_half(const ScaledHalfParams& p, cudaStream_t stream) {
   const unsigned channel_blocks = static_cast<unsigned>((p.c + 127) / 128);
   Status status = launch_after<input_scales_kernel>(false, "input_scales_kernel", channel_blocks, 128, stream, p);
-  if (!status.ok()) return status;
-  status = launch_after<scaled_weights_kernel>(false, "scaled_weights_kernel", static_cast<unsigned>(p.c_out), 256,
-                                               stream, p);
+  if (status.ok()) status = run_scaled_weights(p, false, stream);
   if (!status.ok()) return status;
   if (!p.table) return launch_round<false, Chain::kNone>(p, stream);
   switch (chain_kind(p.act)) {
@@ -261,6 +295,11 @@ Status run_scaled_half(const ScaledHalfParams& p, cudaStream_t stream) {
     case Chain::kSilu: return launch_round<true, Chain::kSilu>(p, stream);
     default: return launch_round<true, Chain::kAny>(p, stream);
   }
+}
+
+Status run_scaled_weights(const ScaledHalfParams& p, bool early, cudaStream_t stream) {
+  return launch_after<scaled_weights_kernel>(early, "scaled_weights_kernel", static_cast<unsigned>(p.c_out), 256,
+                                             stream, p);
 }
 
 }  // namespace kgopt

@@ -13,4 +13,9 @@ int64_t scaled_half_partial_bytes(const ScaledHalfParams& p);
 Status run_channel_ranges(const ScaledHalfParams& p, cudaStream_t stream);
 Status run_scaled_half(const ScaledHalfParams& p, cudaStream_t stream);
 
+// Of a contiguous x, which is rounded elsewhere: the largest finite magnitudes of its channels, and with these the
+// weights. `early`: they may be made beside the kernel ahead, if that does not write `largest`.
+Status run_channel_magnitudes(const ScaledHalfParams& p, uint32_t* largest, cudaStream_t stream);
+Status run_scaled_weights(const ScaledHalfParams& p, bool early, cudaStream_t stream);
+
 }  // namespace kgopt

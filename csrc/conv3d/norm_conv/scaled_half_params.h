@@ -20,9 +20,11 @@ struct ScaledHalfParams {
   const float* x = nullptr;  // [n, s, c]
   int64_t n = 0, c = 0, s = 0;
   int sm_count = 0;
-  void* partials = nullptr;      // [n, slices, c] of a mean, squared deviations, a count and the range
-  float* moments = nullptr;      // [n, c] of (mean, variance)
-  float* range = nullptr;        // [n, c] of (least, largest) among the finite values
+  void* partials = nullptr;           // [n, slices, c] of a mean, squared deviations, a count and the range
+  float* moments = nullptr;           // [n, c] of (mean, variance)
+  float* range = nullptr;             // [n, c] of (least, largest) among the finite values
+  const uint32_t* largest = nullptr;  // [c], in place of scale: bits of the largest finite magnitude
+  bool keeps_infinities = false;      // of the weight: where the convolution is not cuDNN's
   const float* table = nullptr;  // [n, c] of (mean, rstd, weight, bias), which moments_table_cuda fills; null: no norm
   ActChain act;                  // behind the norm
   float* scale = nullptr;        // [c], of inputs

@@ -29,10 +29,14 @@ struct PackedIndex {
 
 // The bias of all tiles' channels, zeros where there is none.
 template <typename Params>
-__device__ __forceinline__ void pack_bias(const Params& p, int64_t channels) {
+__device__ __forceinline__ void pack_bias(const Params& p, int64_t channels, Dtype dtype) {
   for (int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; c < channels; c += int64_t(gridDim.x) * blockDim.x) {
-    p.packed_bias[c] = p.bias && c < p.c_out ? load_as<float>(p.bias, c, p.dtype) : 0.f;
+    p.packed_bias[c] = p.bias && c < p.c_out ? load_as<float>(p.bias, c, dtype) : 0.f;
   }
+}
+template <typename Params>
+__device__ __forceinline__ void pack_bias(const Params& p, int64_t channels) {
+  pack_bias(p, channels, p.dtype);
 }
 
 }  // namespace kgopt

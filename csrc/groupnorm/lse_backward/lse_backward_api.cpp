@@ -26,9 +26,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_lse_gradients(const char* op, const Tens
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const DeviceInfo info = check_gpu(op, x);
   const MemoryFormat format = format_of(x, d);
-  const auto gradients =
-      in_place ? std::tuple_cat(std::make_tuple(x), allocate_affine_gradients(x, d, weight, bias))
-               : allocate_gradients(x, d, weight, bias);
+  const auto gradients = in_place ? std::tuple_cat(std::make_tuple(x), allocate_affine_gradients(x, d, weight, bias))
+                                  : allocate_gradients(x, d, weight, bias);
   if (d.numel() == 0) return gradients;
   const Tensor dense = dense_in(x, format);
   KGOPT_CHECK(!in_place || dense.const_data_ptr() == x.const_data_ptr(), op, ": x is not dense");

@@ -122,6 +122,7 @@ def in_backward(name: str) -> Callable[..., Any]:
 _AT_AUTOGRAD: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _APPLY_FIRST: dict[str, Callable[..., Any]] = {}  # of twins: with the arguments and the keywords last, the first result
 _RECORDED: dict[str, Callable[..., Any]] = {}  # where a gradient is needed: with all arguments by their place
+_GIVEN: dict[str, Callable[..., Any]] = {}  # the same of a result that is there: with it, the arguments and keywords
 _NOTHING: dict[str, Any] = {}  # keywords
 _AT_AUTOCAST: dict[str, dict[str, Callable[..., Any]]] = {}  # by device: what it does at autocast
 
@@ -186,6 +187,14 @@ def _node(
         keep(ctx, args, keywords, output)
         return output
 
+    def forward_given(ctx: Any, *args: Any) -> Any:
+        """Another op has made the result."""
+        output, keywords = args[-1]
+        if differentiable is not None:
+            ctx.mark_non_differentiable(*output[differentiable:])
+        keep(ctx, args[:-1], keywords, output)
+        return output
+
     def forward_first(ctx: Any, *args: Any) -> Any:
         """The first result alone: each one more costs the host a microsecond, forward and backward."""
         keywords, args = args[-1], args[:-1]
@@ -225,12 +234,12 @@ def _node(
         return node.apply  # type: ignore[no-any-return]
 
     backward_of_its = backward_of_one if len(schema_of(op).returns) == 1 else backward_of_all
-    # Of forward_below and forward_now, once they are needed: a class takes 0.1 ms of the import.
-    applies: list[Any] = [None, None]
+    # Of the forwards, once they are needed: a class takes 0.1 ms of the import.
+    applies: list[Any] = [None, None, None]
     single_level = torch_private.single_level
 
     def made(at: int) -> Any:
-        applies[at] = apply_of((forward_below, forward_now)[at], backward_of_its)
+        applies[at] = apply_of((forward_below, forward_now, forward_given)[at], backward_of_its)
         return applies[at]
 
     def kernel(keyset: Any, *args: Any, **keywords: Any) -> Any:
@@ -250,10 +259,13 @@ def _node(
     def record(args: Any, keywords: dict[str, Any]) -> Any:
         return (applies[1] or made(1))(*args, keywords)
 
+    def record_given(output: Any, args: Any, keywords: dict[str, Any]) -> Any:
+        return (applies[2] or made(2))(*args, (output, keywords))
+
     def record_by_place(*args: Any) -> Any:
         return (applies[1] or made(1))(*args, _NOTHING)
 
-    _RECORDED[name] = record_by_place
+    _RECORDED[name], _GIVEN[name] = record_by_place, record_given
     _AT_AUTOGRAD[name] = record, below
     if differentiable == 1:
         _APPLY_FIRST[name] = apply_of(forward_first, backward_of_one)
@@ -363,6 +375,20 @@ def node_of(name: str) -> Callable[..., Any]:
     if _exclude_above is None:
         return op  # type: ignore[no-any-return]
     return _RECORDED[name]
+
+
+def given(name: str) -> Callable[..., Any]:
+    """Records the op's node for a result that another op has made with its own: ``(result, args, keywords)``.
+
+    So one launch can do what ops of several nodes do, and each node frees what it saved as soon as it has run. For
+    callers who know that nothing looks on; the result's tensors must be new ones.
+    """
+    return _GIVEN[name]
+
+
+def is_watched() -> bool:
+    """Whether code that traces, transforms or compiles looks on, to which a node must be the op's own."""
+    return _exclude_above is None or are_functorch_transforms_active() or is_tracing() or is_compiling()
 
 
 def direct(name: str) -> Callable[..., Any]:

@@ -19,7 +19,9 @@ from kgopt.ops.precision import conv_precision, precision_of
 from kgopt.ops.registry import OPS, dims, record
 from kgopt.torch_private import are_functorch_transforms_active
 
-_FEW_CHANNELS = 16  # of a contiguous x: more have no kernels of their own in conv_backward
+_FEW_CHANNELS = 16  # of a contiguous x, which have kernels of their own in conv_backward
+# Elements of a contiguous dy from which on more channels may pay for copies in channels_last, in conv_backward.
+_LARGE = 1 << 20
 
 _conv_backward = in_backward("conv_backward")
 
@@ -33,7 +35,10 @@ def _own_gradients(dy: Tensor, x: Tensor) -> bool:
         if x.is_contiguous(memory_format=torch.channels_last_3d if x.dim() == 5 else torch.channels_last):
             return True
     elif x.shape[-1] > 1 and dy.shape[1] > 1 and dy.shape[-1] > 1 and dy.is_contiguous():
-        return x.shape[1] <= _FEW_CHANNELS
+        if x.shape[1] <= _FEW_CHANNELS:
+            return True
+        elements = dy.numel()  # of a graph it may be a symbol, which a question would make a guard of
+        return not isinstance(elements, int) or elements >= _LARGE
     return is_channels_last(x) or is_channels_last(dy) or x.shape[1] <= _FEW_CHANNELS
 
 

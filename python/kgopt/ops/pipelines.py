@@ -13,7 +13,16 @@ from torch import Tensor
 
 from kgopt._layout import contiguous, empty, is_channels_last, memory_format, stats_dtype, wide
 from kgopt.ops.autocast import cast, low
-from kgopt.ops.calls import PLAIN, in_backward, is_compiling, is_grad_enabled, wants_gradient
+from kgopt.ops.calls import (
+    PLAIN,
+    given,
+    in_backward,
+    is_compiling,
+    is_grad_enabled,
+    is_watched,
+    wants_gradient,
+    without_grad,
+)
 from kgopt.ops.conv_gradients import conv_gradients
 from kgopt.ops.geometry import conv_fake, conv_flops, conv_sizes, convolution
 from kgopt.ops.group_norm import (
@@ -31,7 +40,7 @@ from kgopt.ops.lse_backward import NAME as LSE_BACKWARD
 from kgopt.ops.precision import conv_tf32_allowed
 from kgopt.ops.registry import OPS, dims, overload, record, record_public, with_defaults
 from kgopt.ops.vmap import samples
-from kgopt.torch_private import FORWARD_AD, LEVEL, are_functorch_transforms_active, schema_of
+from kgopt.torch_private import FORWARD_AD, LEVEL, any_requires_grad, are_functorch_transforms_active, schema_of
 
 CONV_MEAN = "conv3d_group_norm_mean"
 CONV_RELU_NORM = "conv_transpose3d_relu_group_norm"
@@ -55,8 +64,8 @@ def _conv_mean_fwd_fake(x: Tensor, weight: Tensor, bias: Any, num_groups: int, *
 
 def _conv_relu_norm_fwd_fake(x: Tensor, weight: Tensor, bias: Any, num_groups: int, *rest: Any, **_: Any) -> Any:
     _, _, stride, padding, output_padding, groups, dilation, _ = rest
-    y = conv_fake(x, weight, stride, padding, dilation, output_padding, groups, True)
-    return y, *stats_fake(x, num_groups)
+    sizes = x, weight, stride, padding, dilation, output_padding, groups, True
+    return conv_fake(*sizes), conv_fake(*sizes), *stats_fake(x, num_groups)
 
 
 def _conv_lse_fwd_fake(x: Tensor, weight: Tensor, bias: Any, num_groups: int, *rest: Any, **_: Any) -> Any:
@@ -66,7 +75,7 @@ def _conv_lse_fwd_fake(x: Tensor, weight: Tensor, bias: Any, num_groups: int, *r
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Autograd. The convolution's output is computed again, not kept.
+# Autograd. The convolution's output is computed again, not kept, but for the second pipeline, whose forward gives it.
 
 
 def _setup(transposed: bool = False) -> Callable[..., None]:
@@ -151,9 +160,9 @@ def _in_order(ctx: Any, gradients: Sequence[Any], dweight: Tensor, dbias: Tensor
     """The gradients of x, weight and bias and those of the norm's parameters as autograd wants them."""
     wanted = wants_gradient(ctx, 0, 1, 2)
     *both, third = (g if wants else None for g, wants in zip(gradients, wanted, strict=True))
-    for i, (gradient, given) in enumerate(zip(both, like, strict=True)):
-        if gradient is not None and given is not None and is_channels_last(given):
-            both[i] = gradient.contiguous(memory_format=memory_format(given.dim(), True))
+    for i, (gradient, argument) in enumerate(zip(both, like, strict=True)):
+        if gradient is not None and argument is not None and is_channels_last(argument):
+            both[i] = gradient.contiguous(memory_format=memory_format(argument.dim(), True))
     return *both, third, None, *affine_gradients(ctx, (4, 5), dweight, dbias)
 
 
@@ -198,10 +207,11 @@ def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
 
 
 def _conv_relu_norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
-    x, weight, bias, gn_weight, gn_bias, mean, rstd = ctx.saved_tensors
-    c = _conv_again(ctx, x, weight, bias)
-    if _rounds_otherwise(ctx, c):
-        mean, rstd = _group_stats(c.relu(), ctx.num_groups, ctx.eps)
+    x, weight, bias, gn_weight, gn_bias, c, mean, rstd = ctx.saved_tensors
+    if is_grad_enabled():  # what the forward kept has no graph to x and weight
+        c = _conv_again(ctx, x, weight, bias)
+        if _rounds_otherwise(ctx, c):
+            mean, rstd = _group_stats(c.relu(), ctx.num_groups, ctx.eps)
     dc, dweight, dbias = group_norm_backward(dy, c, mean, rstd, ctx.num_groups, gn_weight, gn_bias, "none", "relu")
     return _gradients(ctx, dc, x, weight, dweight, dbias)
 
@@ -233,6 +243,15 @@ def _conv_mean_in_steps(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, 
 
 def _conv_relu_norm_in_steps(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, **options):  # type: ignore[no-untyped-def]
     *geometry, eps = rest
+    if x.is_cuda and not is_watched():
+        # One launch for both nodes. Where it left relu of the convolution's output, that is as good: relu of it is the
+        # same, and so is relu's slope.
+        forward = without_grad(f"{CONV_RELU_NORM}_fwd")
+        y, c, *stats = forward(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, **options)
+        if any_requires_grad(x, weight, bias):
+            c = given("conv_transpose3d")(c, (x, weight, bias, *geometry), options)
+        norm = num_groups, gn_weight, gn_bias, eps, "none", "relu"
+        return given("group_norm_fwd")((y, *stats), (c, *norm), {})[0]
     c = OPS.conv_transpose3d(x, weight, bias, *geometry, **options)
     return OPS.group_norm_fwd(c, num_groups, gn_weight, gn_bias, eps, "none", "relu")[0]
 
@@ -257,7 +276,8 @@ def _conv_mean_fwd_formula(x, weight, bias, num_groups, gn_weight, gn_bias, *res
 def _conv_relu_norm_fwd_formula(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, **options):  # type: ignore[no-untyped-def]
     *geometry, eps = rest
     c = OPS.conv_transpose3d(x, weight, bias, *geometry, **options)
-    return group_norm_fwd_formula(c, num_groups, gn_weight, gn_bias, eps, "none", "relu")
+    y, mean, rstd = group_norm_fwd_formula(c, num_groups, gn_weight, gn_bias, eps, "none", "relu")
+    return y, c, mean, rstd
 
 
 def _conv_lse_fwd_formula(x, weight, bias, num_groups, gn_weight, gn_bias, *rest, **options):  # type: ignore[no-untyped-def]
@@ -305,7 +325,7 @@ op.autocast = {"cpu": low(3), "cuda": _fp32_twin(CONV_MEAN)}
 
 op = record(f"{CONV_RELU_NORM}_fwd", fake=_conv_relu_norm_fwd_fake, formula=_conv_relu_norm_fwd_formula)
 op.setup, op.backward, op.differentiable = _setup(transposed=True), _conv_relu_norm_backward, 1
-op.dims = dims("N . . . .", "N N N")
+op.dims = dims("N . . . .", "N N N N")
 op.vmap = samples()
 op.flops = functools.partial(conv_flops, transposed=True)
 op = record_public(CONV_RELU_NORM, op)

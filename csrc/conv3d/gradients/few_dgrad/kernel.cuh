@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kFewDgradThreads, few_dgrad_blocks_per_sm(kMat
     char* const stage_bytes = stages + stage * plan.stage_bytes;
     const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(stage_bytes)) + in_unit;
     const uint32_t step_weights = weights + chunk * plan.k_steps * kRowTiles * kParts * 512;
-    auto load_weights = [&](uint32_t (&a)[kRowTiles * kParts][4], int k) {
+    auto load_weights = [&](uint32_t (&a)[kRowTiles* kParts][4], int k) {
 #pragma unroll
       for (int m = 0; m < kRowTiles * kParts; ++m) {
         const uint4 v = load_four(step_weights + (k * kRowTiles * kParts + m) * 512);

@@ -169,9 +169,8 @@ struct MadeDy {
     const int tiles = few_wgrad_channels(plan) / 8;
     const auto place_of = [&](FewWgradTap tap) {
       const int row = max(tap.row, 0), kh = row % plan.kernel[1], kd = row / plan.kernel[1] % plan.kernel[0];
-      return x_base + row / (plan.kernel[1] * plan.kernel[0]) * plan.x_channel +
-             kd * plan.dilation[0] * plan.x_plane + kh * plan.dilation[1] * plan.x_pitch +
-             (plan.margin[0] + tap.column - plan.padding[2]) * kSize;
+      return x_base + row / (plan.kernel[1] * plan.kernel[0]) * plan.x_channel + kd * plan.dilation[0] * plan.x_plane +
+             kh * plan.dilation[1] * plan.x_pitch + (plan.margin[0] + tap.column - plan.padding[2]) * kSize;
     };
     for (int i = threadIdx.x; i < plan.k_steps * 4; i += kFewWgradThreads) {
       const int quad = i / 4 * 2;
@@ -413,14 +412,14 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
       __syncthreads();
       if (p.made) {
         Element* const to = static_cast<Element*>(p.made) + tile / in_sample * p.dy_stride_n + c_first * p.dy_stride_c;
-        store_few_rows<kFewWgradThreads>(
-            plan.dy_copy, made, to + corner.d * p.dy_stride[0] + corner.h * p.dy_stride[1] + corner.w, dy_rows,
-            {corner.d,
-             corner.h,
-             corner.w,
-             {tile_d, tile_h},
-             {p.out[0], p.out[1], p.out[2]},
-             (p.c_out - c_first) * tile_d * tile_h});
+        store_few_rows<kFewWgradThreads>(plan.dy_copy, made,
+                                         to + corner.d * p.dy_stride[0] + corner.h * p.dy_stride[1] + corner.w, dy_rows,
+                                         {corner.d,
+                                          corner.h,
+                                          corner.w,
+                                          {tile_d, tile_h},
+                                          {p.out[0], p.out[1], p.out[2]},
+                                          (p.c_out - c_first) * tile_d * tile_h});
       }
     }
 #pragma unroll 1

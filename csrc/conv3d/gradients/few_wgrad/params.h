@@ -74,8 +74,8 @@ KGOPT_HD int few_wgrad_quads(const FewWgradPlan& p) {
 }
 KGOPT_HD FewWgradTap few_wgrad_tap(const FewWgradPlan& p, int quad, int i) {
   const int pairs = few_wgrad_pair_quads(p);
-  const FewWgradTap tap = quad < pairs ? FewWgradTap{quad * 2 + i % 2, i / 2}
-                                       : FewWgradTap{(quad - pairs) * 4 + i, p.kernel[2] - 1};
+  const FewWgradTap tap =
+      quad < pairs ? FewWgradTap{quad * 2 + i % 2, i / 2} : FewWgradTap{(quad - pairs) * 4 + i, p.kernel[2] - 1};
   return tap.row < p.rows && quad < few_wgrad_quads(p) ? tap : FewWgradTap{-1, 0};
 }
 

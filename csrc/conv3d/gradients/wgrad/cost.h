@@ -46,6 +46,17 @@ inline double wgrad_microseconds(const WgradPlan& p) {
   return kWgradStartMicroseconds + rounds * wgrad_step_cycles(p) / kCyclesPerMicrosecond + writes;
 }
 
+// Three of them, the passes that split x and dy, and the partial sums of the first on their way to memory and back.
+inline double split_wgrad_microseconds(const ConvProblem& q, const DeviceLimits& limits, const SplitWgradPlan& p) {
+  const WgradPlan main = plan_wgrad_terms(q, limits, p.samples, kSplitChain);
+  const WgradPlan rest = plan_wgrad_terms(q, limits, p.samples);
+  double elements = double(q.n) * q.c_in, of_dy = double(q.n) * q.c_out;
+  for (int i = 0; i < 3; ++i) elements *= double(q.in[i]), of_dy *= double(q.out[i]);
+  const double slices = std::ceil(double(q.n) / static_cast<double>(p.samples));
+  const double sums = 8.0 * static_cast<double>(main.partial_floats) / 3e6;
+  return slices * (wgrad_microseconds(main) + 2 * wgrad_microseconds(rest) + 20 + sums) + 12 * (elements + of_dy) / 3e6;
+}
+
 // The convolution that gives dx from dy.
 inline ConvProblem adjoint_problem(const ConvProblem& q) {
   ConvProblem adjoint = q;
@@ -80,6 +91,13 @@ inline const char* wgrad_loses(const ConvProblem& q, const WgradPlan& plan) {
   const double cudnn =
       3 + 1e6 * conv_tera_operations(q) / (q.dtype == Dtype::kFloat32 ? rate.wgrad_tf32 : rate.wgrad_half);
   return wgrad_microseconds(plan) < 0.97 * cudnn ? nullptr : "cuDNN is predicted to be faster";
+}
+
+// The same for the sum of products of fp16 terms.
+inline const char* split_wgrad_loses(const ConvProblem& q, const DeviceLimits& limits, const SplitWgradPlan& plan) {
+  if (plan.refusal) return plan.refusal;
+  const double cudnn = 3 + 1e6 * conv_tera_operations(q) / kCudnnFp32Rate;
+  return split_wgrad_microseconds(q, limits, plan) < 0.8 * cudnn ? nullptr : "cuDNN is predicted to be faster";
 }
 
 }  // namespace kgopt

@@ -193,8 +193,8 @@ __global__ void __launch_bounds__(kWgradThreads, 1) conv_wgrad_kernel(const __gr
   const int job = blockIdx.x / plan.splits, split = blockIdx.x - job * plan.splits;
   const int b_tile = job % plan.b_tiles, a_tile = job / plan.b_tiles % plan.a_tiles;
   const int depth_tap = job / plan.b_tiles / plan.a_tiles * kWgradGroups;
-  const int first = static_cast<int>(plan.steps * split / plan.splits);
-  const int end = static_cast<int>(plan.steps * (split + 1) / plan.splits);
+  const int first = static_cast<int>(plan.first_step + plan.steps * split / plan.splits);
+  const int end = static_cast<int>(plan.first_step + plan.steps * (split + 1) / plan.splits);
   const int depth = p.moved[0];
 
   if (warp == kWgradGroups * kWgradWarps) {

@@ -37,9 +37,10 @@ struct WgradPlan {
   int a_tiles = 1, b_tiles = 1;  // of kWgradChannels
   int depth_tiles = 1;           // of kWgradGroups taps
   int sm_count = 1;
-  int splits = 1;     // blocks that share the positions of a tile of dw
-  int slots = 1;      // partial sums of an element of dw: one for each split and turn
-  int64_t steps = 0;  // planes of all tiles and samples
+  int splits = 1;          // blocks that share the positions of a tile of dw
+  int slots = 1;           // partial sums of an element of dw: one for each split and turn
+  int64_t steps = 0;       // planes of all tiles and samples
+  int64_t first_step = 0;  // of those, where only some are walked through
   int smem_bytes = 0;
   int64_t partial_floats = 0;
 };
@@ -54,6 +55,15 @@ struct alignas(64) WgradParams {
   WgradPlan plan;
 };
 
+// fp32 accuracy from fp16 operands: each tensor is a sum of two terms (layout/layout.h), and the products of the large
+// terms with all others are added. Tensor cores cut sums off instead of rounding them, so the largest product leaves
+// many partial sums, each of few positions, which are added in fp32. A few samples are split at a time, for the memory
+// of their terms.
+struct SplitWgradPlan {
+  const char* refusal = nullptr;
+  int64_t samples = 1;  // at a time
+};
+
 struct WgradSumParams {
   const float* partials;
   void* dw;
@@ -61,6 +71,9 @@ struct WgradSumParams {
   int a, b;  // channels
   Dtype dtype;
   WgradPlan plan;
+  bool adds = false;                                // to what is there, which is float32
+  const uint32_t* largest[2] = {nullptr, nullptr};  // by which run_split_half scaled the operands; null: not at all
+  int shift = 0;                                    // and by this power of two more
 };
 
 }  // namespace kgopt

@@ -143,4 +143,57 @@ inline WgradPlan plan_wgrad(const ConvProblem& problem, const DeviceLimits& limi
   return p;
 }
 
+inline constexpr int64_t kSplitChain = 1024;              // positions of a partial sum of large terms
+inline constexpr int64_t kSplitPartialFloats = 32 << 20;  // of a launch
+inline constexpr int64_t kSplitTermBytes = 128 << 20;     // of samples that are split at a time, if more than one
+
+inline void set_wgrad_splits(WgradPlan* p, int64_t splits) {
+  p->splits = static_cast<int>(splits);
+  p->slots = p->splits * p->turns;
+  p->partial_floats = int64_t(p->depth_tiles) * p->a_tiles * p->b_tiles * p->slots * wgrad_tile_floats(*p);
+}
+
+// The weight gradient of fp16 terms with about `chain` positions in a partial sum; 0: with as few sums as blocks.
+inline WgradPlan plan_wgrad_terms(const ConvProblem& problem, const DeviceLimits& limits, int64_t samples,
+                                  int64_t chain = 0) {
+  ConvProblem half = problem;
+  half.dtype = Dtype::kFloat16;
+  half.n = samples;
+  half.channels_innermost = true;
+  WgradPlan p = plan_wgrad(half, limits);
+  if (p.refusal || chain == 0) return p;
+  const int64_t per_split = std::max<int64_t>(1, chain * p.turns / (int64_t(p.rows) * p.width));
+  set_wgrad_splits(&p, std::max<int64_t>(p.splits, p.steps / per_split));
+  return p;
+}
+
+// In how many launches the partial sums have little memory, and one of them.
+inline int64_t wgrad_portions(const WgradPlan& whole) {
+  return std::min<int64_t>(whole.splits, (whole.partial_floats + kSplitPartialFloats - 1) / kSplitPartialFloats);
+}
+inline WgradPlan wgrad_portion(const WgradPlan& whole, int64_t index, int64_t portions) {
+  WgradPlan p = whole;
+  p.first_step = whole.steps * index / portions;
+  p.steps = whole.steps * (index + 1) / portions - p.first_step;
+  set_wgrad_splits(&p, (whole.splits + portions - 1) / portions);
+  return p;
+}
+
+inline SplitWgradPlan plan_split_wgrad(const ConvProblem& problem, const DeviceLimits& limits) {
+  SplitWgradPlan p;
+  if (problem.dtype != Dtype::kFloat32 || problem.allow_tf32) {
+    p.refusal = "fp32 accuracy was not asked for";
+    return p;
+  }
+  const WgradPlan whole = plan_wgrad_terms(problem, limits, problem.n);
+  p.refusal = whole.refusal ? whole.refusal : whole.few > 0 ? "few input channels" : nullptr;
+  if (p.refusal) return p;
+  int64_t x = problem.c_in, y = problem.c_out;
+  for (int i = 0; i < 3; ++i) x *= problem.in[i], y *= problem.out[i];
+  const int64_t most = std::max<int64_t>(1, kSplitTermBytes / (4 * (x + y)));
+  const int64_t parts = (problem.n + most - 1) / most;
+  p.samples = (problem.n + parts - 1) / parts;
+  return p;
+}
+
 }  // namespace kgopt

@@ -7,6 +7,7 @@
 #include "common/dtype.cuh"
 #include "common/tensor_map.h"
 #include "conv3d/gradients/wgrad/kernel.cuh"
+#include "layout/split.cuh"
 
 namespace kgopt {
 namespace {
@@ -48,6 +49,7 @@ __global__ void __launch_bounds__(kSumFours* kSumShares)
   const int a = job / plan.b_tiles % plan.a_tiles * kWgradChannels + a_in_tile;
   if (kd >= plan.taps[0] || a >= p.a) return;
   const float v[4] = {sum.x, sum.y, sum.z, sum.w};
+  const int power = p.largest[0] ? split_exponent(*p.largest[0]) + split_exponent(*p.largest[1]) + p.shift : 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int column = column0 + i;
@@ -56,7 +58,12 @@ __global__ void __launch_bounds__(kSumFours* kSumShares)
     if (kw >= plan.taps[2] || b >= p.b) continue;
     const int64_t at = a * p.stride_a + b * p.stride_b + kd * p.stride_k[0] + kh * p.stride_k[1] + kw * p.stride_k[2];
     switch (p.dtype) {
-      case Dtype::kFloat32: static_cast<float*>(p.dw)[at] = v[i]; break;
+      case Dtype::kFloat32: {
+        float* const to = static_cast<float*>(p.dw) + at;
+        const float value = power == 0 ? v[i] : ldexpf(v[i], -power);
+        *to = p.adds ? *to + value : value;
+        break;
+      }
       case Dtype::kBFloat16: static_cast<__nv_bfloat16*>(p.dw)[at] = __float2bfloat16(v[i]); break;
       default: static_cast<__half*>(p.dw)[at] = __float2half(v[i]);
     }

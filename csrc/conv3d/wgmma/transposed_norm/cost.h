@@ -15,14 +15,18 @@ inline double transposed_norm_microseconds(const ConvProblem& q, const Transpose
   const double rounds = std::ceil(double(p.tiles) / p.blocks);
   const double tile = steps * (kTransposedNormRowBytes / 32) * 2 * kWgmmaConsumers * p.columns / 2 + 3000;
   const double x_bytes = double(q.n) * (q.c_in * q.in[0] * q.in[1] * q.in[2] * dtype_size(q.dtype) + p.sample_bytes);
-  return 40 + rounds * tile / kCyclesPerMicrosecond + x_bytes / kBytesPerMicrosecond;
+  // The passes that find the operands' ranges.
+  const double ranges =
+      p.scaled ? 15 + 4.0 * double(q.n) * q.c_in * q.in[0] * q.in[1] * q.in[2] / kBytesPerMicrosecond : 0;
+  return ranges + 40 + rounds * tile / kCyclesPerMicrosecond + x_bytes / kBytesPerMicrosecond;
 }
 
 // Null where the kernel is to be taken, else why not. `forced`: wherever it is not mostly padding.
 inline const char* transposed_norm_loses(const ConvProblem& q, const TransposedNormPlan& plan, bool forced) {
   if (plan.refusal) return plan.refusal;
   if (!q.planar) return "the output is not contiguous";
-  if (q.c_out * 2 <= kTransposedNormChannels || q.c_in * dtype_size(q.dtype) * 2 <= kTransposedNormRowBytes) {
+  if (q.c_out * 2 <= kTransposedNormChannels ||
+      q.c_in * (plan.scaled ? 2 : dtype_size(q.dtype)) * 2 <= kTransposedNormRowBytes) {
     return "its tiles of channels would be mostly padding";
   }
   if (forced) return nullptr;

@@ -7,7 +7,7 @@
 // come through a ring for each warpgroup: one then goes on at the tensor cores' full rate while the other stores its
 // outputs. Accumulators hold neighbouring positions of a channel, as the contiguous output wants them. Of the warps
 // that do not compute, one loads and the others normalize earlier samples, which lie in L2; all warps together take the
-// last.
+// last. Where a backward needs the convolution's output, the norm is written to another tensor.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -107,11 +107,13 @@ __device__ __forceinline__ TransposedNormTile transposed_norm_tile(const Transpo
   return t;
 }
 
-template <ConvMath kMath, int kN>
+// kScaled: x and y are fp32, the operands fp16.
+template <ConvMath kMath, int kN, bool kScaled>
 __global__ void __launch_bounds__(kWgmmaThreads, 1)
     conv_transposed_norm_kernel(const __grid_constant__ TransposedNormParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Element = typename WgmmaTypes<kMath>::Element;
+  using Operand = typename WgmmaTypes<kMath>::Element;
+  using Element = std::conditional_t<kScaled, float, Operand>;
   constexpr int kParts = kMath == ConvMath::kTf32x3 ? 2 : 1;
   constexpr int kVec = 16 / sizeof(Element);
   extern __shared__ char smem_unaligned[];
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
         const int column = kParts == 1 ? xs.part : xs.part % 2 * plan.chunks + xs.part / 2;
         for (int box = 0; box < plan.boxes; ++box) {
           tensor_load_3d(to + box * plan.box_rows * kTransposedNormRowBytes, tail ? p.x_tail_map : p.x_map,
-                         column * (kTransposedNormRowBytes / int(sizeof(Element))),
+                         column * (kTransposedNormRowBytes / int(sizeof(Operand))),
                          xs.slot + xs.group * step_h + box * plan.box_rows, tail ? xs.n - p.x_split : xs.n,
                          x_full + xs.s.stage);
         }
@@ -296,7 +298,9 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
         }
         named_barrier(3, kTransposedNormHelpers * 32);
         async_proxy_fence();
-        uint4* const sample = reinterpret_cast<uint4*>(static_cast<char*>(p.y) + n * sample_elements * sizeof(Element));
+        const int64_t sample_at = n * sample_elements * int64_t(sizeof(Element));
+        const uint4* const sample = reinterpret_cast<const uint4*>(static_cast<const char*>(p.y) + sample_at);
+        uint4* const normalized = reinterpret_cast<uint4*>(static_cast<char*>(p.z) + sample_at);
         const int first = share.first + helper * kUnit, step = kTransposedNormHelpers * kUnit;
         int next = first, next_buffer = 0;  // to be loaded
         auto load = [&] {
@@ -337,7 +341,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
           wgmma_fence_shared();
           __syncwarp();
           if (lane == 0) {
-            bulk_store(sample + piece, vectors, count * 16);
+            bulk_store(normalized + piece, vectors, count * 16);
             bulk_store_commit();
           }
           if (++buffer == kTransposedNormPieces) buffer = 0;
@@ -472,11 +476,19 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
       }
     }
     const int count = min(2 * kN, positions - t.q0);
+    float2 factors[2] = {};  // of this thread's channels
+    if constexpr (kScaled) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        if (c0 + row * 8 < p.c_out) factors[row] = __ldg(reinterpret_cast<const float2*>(p.factors) + c0 + row * 8);
+      }
+    }
 #pragma unroll
     for (int run = 0; run < 2; ++run) {
 #pragma unroll
       for (int i = 0; i < kN / 2; ++i) {
         float& v = acc[run][i];
+        if constexpr (kScaled) v = v * factors[i / 2 % 2].x * factors[i / 2 % 2].y;
         v += bias[i / 2 % 2];
         if (p.relu) v = fast_relu(v);
       }
@@ -499,7 +511,12 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
           }
         }
       }
-      add_transposed_norm_moments<kN, kWhole>(acc, count, moments, open % 2, c0);
+      // Moments are to be those of what a backward reads.
+      if (sizeof(Element) == 2 && p.z != p.y) {
+        add_transposed_norm_moments<kN, kWhole, Element>(acc, count, moments, open % 2, c0);
+      } else {
+        add_transposed_norm_moments<kN, kWhole, float>(acc, count, moments, open % 2, c0);
+      }
     };
     if (count == 2 * kN) {
       finish(std::true_type());
@@ -524,7 +541,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
     __syncwarp();
     make_norm_table(p, n, share, own_table, warpgroup * 4 + warp, kWgmmaConsumers * 4);
     named_barrier(1, kWgmmaConsumers * 128);
-    uint4* const y = reinterpret_cast<uint4*>(static_cast<Element*>(p.y) + n * sample_elements);
+    const uint4* const y = reinterpret_cast<const uint4*>(static_cast<const Element*>(p.y) + n * sample_elements);
+    uint4* const z = reinterpret_cast<uint4*>(static_cast<Element*>(p.z) + n * sample_elements);
     constexpr int kUnroll = 10, kStep = kWgmmaConsumers * 128;
     for (int i0 = share.first + tid; i0 < share.end; i0 += kUnroll * kStep) {
       uint4 v[kUnroll];
@@ -535,7 +553,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         if (i0 + i * kStep < share.end) {
-          y[i0 + i * kStep] = normalize_vector<Element>(v[i], own_table[plan.by_channel(i0 + i * kStep)]);
+          z[i0 + i * kStep] = normalize_vector<Element>(v[i], own_table[plan.by_channel(i0 + i * kStep)]);
         }
       }
     }

@@ -2,7 +2,7 @@
 //
 // A thread keeps the moments of its channels over the tiles of a sample that its block computes. A block that has
 // stored its tiles of a sample merges them by groups, leaves them in memory and counts itself in; when all have, any
-// warp of any block can normalize pieces of the sample, in place.
+// warp of any block can normalize pieces of the sample, in place or into another tensor.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,11 +32,13 @@ struct TransposedNormMoments {
 };
 
 // Adds a tile's outputs, as the accumulators hold them, to the moments of this thread's channels, c0 and c0 + 8.
-// `count`: positions of the tile that exist, an even number; all of them with kWhole.
-template <int kN, bool kWhole>
+// `count`: positions of the tile that exist, an even number; all of them with kWhole. They are rounded to T first.
+template <int kN, bool kWhole, typename T>
 __device__ __forceinline__ void add_transposed_norm_moments(const float (&acc)[2][kN / 2], int count,
                                                             const TransposedNormMoments& moments, int parity, int c0) {
   const int t4 = threadIdx.x % 4;
+  const auto rounded = [](float v) { return to_acc(from_acc<T>(v)); };
+  const float shift[2] = {rounded(acc[0][0]), rounded(acc[0][2])};
   float sum[2] = {}, squares[2] = {};
 #pragma unroll
   for (int j = 0; j < kN / 4; ++j) {
@@ -45,7 +47,7 @@ __device__ __forceinline__ void add_transposed_norm_moments(const float (&acc)[2
     for (int row = 0; row < 2; ++row) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float d = acc[j / (kN / 8)][j % (kN / 8) * 4 + row * 2 + e] - acc[0][row * 2];
+        const float d = rounded(acc[j / (kN / 8)][j % (kN / 8) * 4 + row * 2 + e]) - shift[row];
         sum[row] += d;
         squares[row] += d * d;
       }
@@ -57,7 +59,7 @@ __device__ __forceinline__ void add_transposed_norm_moments(const float (&acc)[2
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     const float offset = sum[row] * over;
-    mean[row] = mine > 0.f ? acc[0][row * 2] + offset : 0.f;
+    mean[row] = mine > 0.f ? shift[row] + offset : 0.f;
     deviations[row] = mine > 0.f ? squares[row] - sum[row] * offset : 0.f;
   }
   // Of the four threads that have these channels, the first two end with one of them each.

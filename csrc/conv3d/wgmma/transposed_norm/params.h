@@ -26,6 +26,8 @@ inline constexpr int kTransposedNormPieces = 4;         // that it has under way
 struct TransposedNormPlan {
   const char* refusal = nullptr;
   ConvMath math = ConvMath::kTf32;
+  // fp32 tensors whose operands are fp16, scaled by powers of two: conv3d/norm_conv/scaled_half_params.h.
+  bool scaled = false;
   int columns = 184;  // positions of a product; a tile has two runs of them
   int parts = 1;      // 2: x and the weights are sums of two TF32 values
   int chunks = 1;     // of kTransposedNormRowBytes of input channels
@@ -56,12 +58,14 @@ struct TransposedNormPlan {
 
 struct alignas(64) TransposedNormParams {
   uint64_t x_map[16], x_tail_map[16];  // copies of x as [N][slots][channels]; of the last samples, from x_split on
-  const void* packed;  // weights: [m_tile][kd][chunk][kh][kw][part] images, see conv_transposed_norm_pack_kernel
-  const float* bias;   // m_tiles * kTransposedNormChannels values
-  void* y;             // [n][c_out][out], contiguous
-  float* partials;     // [n][group][block][4]: mean, squared deviations, count, unused
-  uint32_t* arrived;   // [n]: blocks whose tiles of the sample are stored; zeros at the start
-  float* mean;         // [n][groups], null: not wanted
+  const void* packed;    // weights: [m_tile][kd][chunk][kh][kw][part] images, see conv_transposed_norm_pack_kernel
+  const float* factors;  // [c_out][2], by whose product outputs are too large; of scaled operands
+  const float* bias;     // m_tiles * kTransposedNormChannels values
+  void* y;               // of the convolution: [n][c_out][out], contiguous
+  void* z;               // of the norm: y, or another tensor where y is kept for a backward
+  float* partials;       // [n][group][block][4]: mean, squared deviations, count, unused
+  uint32_t* arrived;     // [n]: blocks whose tiles of the sample are stored; zeros at the start
+  float* mean;           // [n][groups], null: not wanted
   float* rstd;
   const void* gamma;  // [c_out] or null
   const void* beta;
@@ -80,17 +84,18 @@ struct alignas(64) TransposedNormParams {
 struct TransposedNormPackParams {
   const void* weight;
   int64_t stride_out, stride_in, stride_k[3];
-  const void* bias;  // [c_out] of the weight's dtype, or null
+  const void* bias;  // [c_out] or null
   void* packed;
   float* packed_bias;
   uint32_t* arrived;  // [n], cleared
   int n, c_in, c_out;
-  Dtype dtype;
+  Dtype dtype, bias_dtype;
   TransposedNormPlan plan;
 };
 
 struct TransposedNormInputParams {
   const void* x;
+  const uint32_t* largest;  // [c_in], of scaled operands: bits of the largest finite magnitudes
   int64_t stride_n, stride_c, stride[3];
   void* copy;       // of samples below x_split
   void* tail_copy;  // of the others

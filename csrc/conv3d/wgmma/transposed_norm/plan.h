@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/refusal.h"
+#include "conv3d/norm_conv/scaled_half_params.h"
 #include "conv3d/wgmma/tap_columns/plan.h"
 #include "conv3d/wgmma/transposed_norm/params.h"
 
@@ -91,18 +92,26 @@ inline void plan_transposed_norm_places(TransposedNormPlan* p, int64_t samples) 
   }
 }
 
-// `problem` has the output's sizes; its epilogue is ignored.
-inline TransposedNormPlan plan_transposed_norm(const ConvProblem& problem, const DeviceLimits& limits) {
+// `problem` has the output's sizes; its epilogue is ignored. `scaled`: fp32 operands as scaled fp16, where TF32 is
+// allowed.
+inline TransposedNormPlan plan_transposed_norm(const ConvProblem& problem, const DeviceLimits& limits,
+                                               bool scaled = false) {
   TransposedNormPlan p;
   const auto refuse = refuser(p);
   if (problem.is_empty()) return refuse(kEmptyProblem);
   if (!limits.has_wgmma) return refuse("the device or the build has no wgmma");
   if (problem.dtype == Dtype::kFloat64) return refuse("float64 has no tensor-core path here");
   p.math = conv_math(problem);
+  if (scaled) {
+    if (p.math != ConvMath::kTf32) return refuse("scaled fp16 is in place of TF32 alone");
+    if (problem.kernel[0] * problem.kernel[1] * problem.kernel[2] > kScaledMostTaps) return refuse("too many taps");
+    p.math = ConvMath::kFp16;
+    p.scaled = true;
+  }
   p.parts = p.math == ConvMath::kTf32x3 ? 2 : 1;
   if (problem.groups != 1) return refuse("grouped convolution");
   if (problem.n > kTransposedNormMostBatch) return refuse("more samples than a grid has layers");
-  const int size = static_cast<int>(dtype_size(problem.dtype));
+  const int size = static_cast<int>(dtype_size(problem.dtype)), operand_size = scaled ? 2 : size;
   for (int i = 0; i < 3; ++i) {
     if (const char* why = shifted_taps_refusal(problem, i)) return refuse(why);
     const int64_t span = (problem.kernel[i] - 1) * problem.dilation[i];
@@ -123,7 +132,7 @@ inline TransposedNormPlan plan_transposed_norm(const ConvProblem& problem, const
   p.slots = problem.in[0] * plane;
   const int row_reach = (p.taps[1] - 1) * p.dilation[1] * p.out[2], column_reach = (p.taps[2] - 1) * p.dilation[2];
   p.reach = static_cast<int>((p.taps[0] - 1) * p.dilation[0] * plane) + row_reach + column_reach;
-  p.chunks = static_cast<int>((problem.c_in * size + kTransposedNormRowBytes - 1) / kTransposedNormRowBytes);
+  p.chunks = static_cast<int>((problem.c_in * operand_size + kTransposedNormRowBytes - 1) / kTransposedNormRowBytes);
   p.m_tiles = static_cast<int>((problem.c_out + kTransposedNormChannels - 1) / kTransposedNormChannels);
   p.sample_bytes = p.slots * p.chunks * p.parts * kTransposedNormRowBytes;
   const int64_t images = int64_t(p.m_tiles) * p.taps[0] * p.chunks * p.taps[1] * p.taps[2] * p.parts;

@@ -34,21 +34,24 @@ inline int64_t transposed_norm_bias_bytes(const TransposedNormPlan& plan) {
 }
 
 // Lays out x and the weights, and describes x's copies; `packed`, `bias`, `arrived` and `copy` are pieces of the
-// workspace. The norm is left to the caller.
+// workspace. `scaled`: of scaled operands, whose weight in `o` is the fp16 one. The norm is left to the caller.
 inline Status start_transposed_norm(const ConvOperands& o, const TransposedNormPlan& plan,
                                     const TransposedNormSpace& space, void* y, void* packed, float* bias,
-                                    uint32_t* arrived, void* copy, TransposedNormParams* p, cudaStream_t stream) {
+                                    uint32_t* arrived, void* copy, const ScaledHalfParams* scaled,
+                                    TransposedNormParams* p, cudaStream_t stream) {
   TransposedNormPackParams pack{};
   set_packed_weight(&pack, o);
   pack.packed = packed;
   pack.packed_bias = bias;
   pack.arrived = arrived;
   pack.n = static_cast<int>(o.n);
-  pack.dtype = o.dtype;
+  pack.dtype = plan.scaled ? Dtype::kFloat16 : o.dtype;
+  pack.bias_dtype = o.dtype;
   pack.plan = plan;
 
   TransposedNormInputParams in{};
   in.x = o.x;
+  in.largest = scaled ? scaled->largest : nullptr;
   in.stride_n = o.x_stride_n;
   in.stride_c = o.x_stride_c;
   std::copy(o.x_stride, o.x_stride + 3, in.stride);
@@ -59,12 +62,15 @@ inline Status start_transposed_norm(const ConvOperands& o, const TransposedNormP
   in.c_in = pack.c_in;
   in.dtype = o.dtype;
   in.plan = plan;
-  if (const Status status = run_conv_transposed_norm_prepare(in, pack, stream); !status.ok()) return status;
+  if (const Status status = run_conv_transposed_norm_prepare(in, pack, scaled, stream); !status.ok()) {
+    return status;
+  }
 
   *p = {};
   p->packed = packed;
   p->bias = bias;
-  p->y = y;
+  p->factors = scaled ? scaled->factors : nullptr;
+  p->y = p->z = y;
   p->arrived = arrived;
   p->n = pack.n;
   p->c_out = pack.c_out;

@@ -5,6 +5,8 @@
 #include "common/launch.h"
 #include "common/mma.cuh"
 #include "common/tensor_map.h"
+#include "conv3d/norm_conv/scaled_half.cuh"
+#include "conv3d/norm_conv/scaled_half.h"
 #include "conv3d/wgmma/pack.cuh"
 #include "conv3d/wgmma/transposed_norm/kernel.cuh"
 
@@ -18,7 +20,7 @@ __device__ __forceinline__ void pack_transposed_norm(const TransposedNormPackPar
   const int per_piece = half ? 8 : 4;
   const int64_t pieces = plan.packed_bytes / 16;
   for (int64_t i = first; i < p.n; i += step) p.arrived[i] = 0;
-  pack_bias(p, int64_t(plan.m_tiles) * kTransposedNormChannels);
+  pack_bias(p, int64_t(plan.m_tiles) * kTransposedNormChannels, p.bias_dtype);
   for (int64_t index = first; index < pieces; index += step) {
     PackedIndex at{static_cast<uint32_t>(index)};
     const int piece = at.next(kTransposedNormRowBytes / 16), row = at.next(kTransposedNormChannels),
@@ -62,7 +64,8 @@ constexpr int kInputThreads = 128;
 constexpr int kInputSlots = 64;  // of a tile, by one chunk of channels
 
 // The tile lies in shared memory as [word of the chunk][slot]. kPairs: half types whose rows of x are whole words.
-template <bool kHalf, int kParts, bool kPairs>
+// kScaled: of fp32 x, fp16 times the channels' scales.
+template <bool kHalf, int kParts, bool kPairs, bool kScaled = false>
 __global__ void __launch_bounds__(kInputThreads)
     conv_transposed_norm_input_kernel(const __grid_constant__ TransposedNormInputParams p) {
   constexpr int kWords = kTransposedNormRowBytes / 4, kPerWarp = kWords / (kInputThreads / 32);
@@ -103,7 +106,15 @@ __global__ void __launch_bounds__(kInputThreads)
 #pragma unroll
       for (int j = 0; j < kPerWarp; ++j) {
         const int word = word0 + j;
-        if constexpr (kHalf) {
+        if constexpr (kScaled) {
+          const int c = (chunk * kWords + word) * 2;
+          const float* const x = static_cast<const float*>(p.x) + from + c * p.stride_c;
+          const float v0 = inside && c < p.c_in ? x[0] * scaled_input_scale(__ldg(p.largest + c)) : 0.f;
+          const float v1 =
+              inside && c + 1 < p.c_in ? x[p.stride_c] * scaled_input_scale(__ldg(p.largest + c + 1)) : 0.f;
+          const __half2 both = __floats2half2_rn(v0, v1);
+          tile[0][word][i * 32 + lane] = reinterpret_cast<const uint32_t&>(both);
+        } else if constexpr (kHalf) {
           const int c = (chunk * kWords + word) * 2;
           const unsigned short* const x = static_cast<const unsigned short*>(p.x) + from + c * p.stride_c;
           uint32_t v = inside && c < p.c_in ? x[0] : 0;
@@ -246,18 +257,24 @@ Status launch_cooperative(const TransposedNormParams& p, cudaStream_t stream) {
 template <ConvMath kMath>
 Status launch_columns(const TransposedNormParams& p, cudaStream_t stream) {
   if constexpr (kMath == ConvMath::kTf32x3) {
-    return launch_cooperative<conv_transposed_norm_kernel<kMath, 96>>(p, stream);
+    return launch_cooperative<conv_transposed_norm_kernel<kMath, 96, false>>(p, stream);
   } else {
-    if (p.plan.columns == 184) return launch_cooperative<conv_transposed_norm_kernel<kMath, 184>>(p, stream);
-    return launch_cooperative<conv_transposed_norm_kernel<kMath, 128>>(p, stream);
+    if constexpr (kMath == ConvMath::kFp16) {
+      if (p.plan.scaled && p.plan.columns == 184) {
+        return launch_cooperative<conv_transposed_norm_kernel<kMath, 184, true>>(p, stream);
+      }
+      if (p.plan.scaled) return launch_cooperative<conv_transposed_norm_kernel<kMath, 128, true>>(p, stream);
+    }
+    if (p.plan.columns == 184) return launch_cooperative<conv_transposed_norm_kernel<kMath, 184, false>>(p, stream);
+    return launch_cooperative<conv_transposed_norm_kernel<kMath, 128, false>>(p, stream);
   }
 }
 
-Status run_conv_transposed_norm_pack(const TransposedNormPackParams& p, cudaStream_t stream) {
+Status run_conv_transposed_norm_pack(const TransposedNormPackParams& p, bool early, cudaStream_t stream) {
   const int64_t pieces = p.plan.packed_bytes / 16;
   const int blocks = static_cast<int>(std::min<int64_t>((pieces + 127) / 128, 2048));
-  // Beside the end of the copy, which it does not depend on: it takes longer to start than to run.
-  return launch_after<conv_transposed_norm_pack_kernel>(true, "conv_transposed_norm_pack_kernel", blocks, 128, stream,
+  // Early: beside the end of the copy, which it does not depend on. It takes longer to start than to run.
+  return launch_after<conv_transposed_norm_pack_kernel>(early, "conv_transposed_norm_pack_kernel", blocks, 128, stream,
                                                         p);
 }
 
@@ -275,6 +292,9 @@ Status run_conv_transposed_norm_input(const TransposedNormInputParams& p, cudaSt
     if (pairs) return launch_input<conv_transposed_norm_input_kernel<true, 1, true>>(p, grid, stream);
     return launch_input<conv_transposed_norm_input_kernel<true, 1, false>>(p, grid, stream);
   }
+  if (plan.scaled) {
+    return launch_input<conv_transposed_norm_input_kernel<false, 1, false, true>>(p, grid, stream);
+  }
   if (plan.parts == 1) {
     return launch_input<conv_transposed_norm_input_kernel<false, 1, false>>(p, grid, stream);
   }
@@ -284,7 +304,7 @@ Status run_conv_transposed_norm_input(const TransposedNormInputParams& p, cudaSt
 }  // namespace
 
 Status run_conv_transposed_norm_prepare(const TransposedNormInputParams& p, const TransposedNormPackParams& pack,
-                                        cudaStream_t stream) {
+                                        const ScaledHalfParams* scaled, cudaStream_t stream) {
   const TransposedNormPlan& plan = p.plan;
   const bool vectors = p.dtype != Dtype::kFloat32 && reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.stride[2] == 1 &&
                        p.stride[1] % 8 == 0 && p.stride[0] % 8 == 0 && p.stride_c % 8 == 0 && p.stride_n % 8 == 0 &&
@@ -298,8 +318,9 @@ Status run_conv_transposed_norm_prepare(const TransposedNormInputParams& p, cons
     return launch_after<conv_transposed_norm_transpose_kernel>(false, "conv_transposed_norm_transpose_kernel", blocks,
                                                                kTransposeThreads, 0, stream, p, pack);
   }
-  const Status status = run_conv_transposed_norm_input(p, stream);
-  return status.ok() ? run_conv_transposed_norm_pack(pack, stream) : status;
+  Status status = run_conv_transposed_norm_input(p, stream);
+  if (status.ok() && scaled) status = run_scaled_weights(*scaled, true, stream);
+  return status.ok() ? run_conv_transposed_norm_pack(pack, !scaled, stream) : status;
 }
 
 Status set_transposed_norm_input(TransposedNormParams* p, const void* copy, const void* tail_copy) {
