@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_graphs import Fake
 from torch import nn
 
 from kgopt.rewrite import backend, clocks, policy, verdicts, whole_graphs
+from kgopt.rewrite.graphs import machine
 from kgopt.torch_private import compile_graph
 
 NORM = torch.ops.kgopt.group_norm.default
@@ -91,6 +93,14 @@ def test_work_alone_counts_where_launches_are_replayed(seen):
     with torch.no_grad():
         torch.compile(net(), backend="kgopt", mode="reduce-overhead")(torch.randn(2, 3, 8, 7))
     assert seen.timed == ["busy"]
+
+
+def test_work_alone_counts_where_calls_may_be_replayed(seen, monkeypatch):
+    monkeypatch.setattr(machine, "MACHINE", Fake())
+    with torch.no_grad():
+        torch.compile(net(), backend="kgopt")(torch.randn(2, 3, 8, 7))
+    torch.compile(net(), backend="kgopt")(torch.randn(2, 3, 8, 7))
+    assert seen.timed == ["busy", "clock"]
 
 
 def test_a_graph_without_norms_is_not_timed(seen):

@@ -119,7 +119,7 @@ def kgopt_backend(
         raise ValueError(f'option kgopt.cuda_graph is {replays!r}, expected True, False or "auto"')
     replays = replays if not mode and _may_be_replayed(graph.graph) else False
     rewrite = functools.partial(rewrite_graph, always=always, recompute=recompute)
-    reason = "" if always else whole_graphs.lost(graph, rewrite, mode_options(mode) | config, recompute)
+    reason = "" if always else whole_graphs.lost(graph, rewrite, mode_options(mode) | config, bool(replays), recompute)
     if reason:
         global last_report
         last_report = Report(clock=reason, slower=True)

@@ -3,7 +3,7 @@
 A site's own measurement (:mod:`~kgopt.rewrite.contest`) knows the elementwise functions around it. Inductor may do more
 with a norm that it computes itself: write the normalized values straight into what upsamples, pads, joins or reduces
 them; and each call of an op costs the host more than the launch of a kernel. So the graph is compiled as it came,
-too, and where it is faster by the clock it stays so. That takes about the time of a second compilation, once: the
+too, and where it is faster it stays so. That takes about the time of a second compilation, once: the
 verdict lies beside Inductor's cache, and the compiled code of the winner in it.
 """
 
@@ -31,7 +31,11 @@ _KNOWN = ("aten", "prims", "kgopt", "torch", "_operator", "operator", "math", "b
 
 
 def lost(
-    graph_module: fx.GraphModule, rewrite: Callable[[fx.GraphModule], Report], options: Mapping[str, Any], *more: Any
+    graph_module: fx.GraphModule,
+    rewrite: Callable[[fx.GraphModule], Report],
+    options: Mapping[str, Any],
+    replays: bool,
+    *more: Any,
 ) -> str:
     """Why the graph stays as it came; "": with kgopt's ops it is no slower, or nothing is known.
 
@@ -39,6 +43,7 @@ def lost(
         graph_module: as it came; it is left alone.
         rewrite: puts kgopt's ops into such a graph.
         options: Inductor's, with which it will be compiled.
+        replays: what waits for its launches will be replayed, so the work on the GPU counts alone.
         more: what else decides what ``rewrite`` does.
     """
     graph = graph_module.graph
@@ -50,7 +55,7 @@ def lost(
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.nodes if node.op == "output")
     text = text_of(inputs, [n for n in graph.nodes if n.op.startswith("call")], output.all_input_nodes)
-    key = verdicts.key_of("graph", kinds[0].device, text, kinds, grad, sorted(map(str, options.items())), more)
+    key = verdicts.key_of("graph", kinds[0].device, text, kinds, grad, replays, sorted(map(str, options.items())), more)
 
     def measure() -> list[float] | None:
         made = fx.GraphModule(graph_module, copy.deepcopy(graph))
@@ -58,7 +63,7 @@ def lost(
             return None
         # Whatever the compiler raises: nothing is known then.
         with contextlib.suppress(Exception), measuring.own_saved_tensors():
-            return _measure(graph_module, made, kinds, grad, options)
+            return _measure(graph_module, made, kinds, grad, options, replays)
         return None
 
     found, _ = verdicts.of_graphs().settle(key, measure)
@@ -98,11 +103,12 @@ def _measure(
     kinds: list[Tensor],
     grad: bool,
     options: Mapping[str, Any],
+    replays: bool,
 ) -> list[float] | None:
     device = kinds[0].device
-    # Replayed as a CUDA graph, the work counts alone, and tensors of a measurement are no part of it.
-    is_replayed = bool(options.get(_GRAPHS))
-    config = {**options, _GRAPHS: False} if is_replayed else options
+    # Of Inductor's CUDA graphs tensors of a measurement are no part.
+    has_graphs = bool(options.get(_GRAPHS))
+    config = {**options, _GRAPHS: False} if has_graphs else options
     steps: list[Callable[[], Any]] = []
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     # A backward that is lowered at its first call would write into the records of the compilation under way.
@@ -117,7 +123,7 @@ def _measure(
                     steps[-1]()
                     if time.monotonic() - start > SECONDS:
                         return None
-                if is_replayed:
+                if has_graphs or replays:
                     after, before = clocks.busy_both(steps[0], steps[1], device)
                 else:
                     with clocks.alone():
