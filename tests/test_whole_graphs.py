@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_graphs import Fake
 from torch import nn
 
 from kgopt.rewrite import backend, clocks, policy, verdicts, whole_graphs
 from kgopt.rewrite.graphs import machine
 from kgopt.torch_private import compile_graph
+from test_graphs import Fake
 
 NORM = torch.ops.kgopt.group_norm.default
 
