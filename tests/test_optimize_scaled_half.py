@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 
 import pytest
@@ -311,6 +312,7 @@ def test_what_stands_in_between_runs_where_it_does_something(make, device, calls
         for change in ("mode", "hook", "replaced"):
             for net in (original, model):
                 net.dropout.train(change == "mode")
+                net.dropout.p = 1.0  # random numbers fall on other elements in another memory format
                 if change == "hook":
                     net.dropout.register_forward_hook(lambda module, inputs, y: seen.append(inputs[0]))
                 if change == "replaced":
@@ -404,6 +406,9 @@ def test_which_convolutions_may_be_faster_so(monkeypatch):
     assert options(x.double(), weight.double()) == ()
 
 
+@pytest.mark.skipif(
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 4, reason="it is timed, while other processes use the GPU"
+)
 @pytest.mark.gpu
 def test_the_measurement_takes_it_where_it_is_faster(monkeypatch):
     """The larger side of what it is for: 512 channels of an image, where fp16 takes half of TF32's time."""

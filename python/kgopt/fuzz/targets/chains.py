@@ -118,20 +118,23 @@ _PIPELINES = {
 
 
 def _pipeline_fwd(name: str) -> Target:
-    """Its twin that also returns statistics."""
+    """Its twin that also returns statistics, and behind a ReLU what that read, or gave: ReLU makes them one."""
     plain = _pipeline(name)
 
     def ours(case: Case) -> str:
-        return plain.ours({**case, "via": "op"}).replace(f"kgopt.{name}(", f"kgopt.{name}_fwd(", 1)
+        called = plain.ours({**case, "via": "op"}).replace(f"kgopt.{name}(", f"kgopt.{name}_fwd(", 1)
+        return f"(lambda y, c, *stats: (y, c.relu(), *stats))(*{called})" if "relu" in name else called
 
     def theirs(case: Case) -> str:
         a = case["args"]
         conv = f"torch.convolution(x, weight, {name_of(case, 'bias')}, {_conv_text(case, name)})"
         if "relu" in name:
             conv = f"torch.nn.functional.relu({conv})"
-        channel_mean = f"wide({conv}).flatten(2).mean(2), " if name.endswith("mean") else ""
+        more = f"wide({conv}).flatten(2).mean(2), " if name.endswith("mean") else ""
+        if "relu" in name:
+            more = f"{conv}, "
         y = plain.theirs(case) if "relu" in name else f"wide({plain.theirs(case)})"
-        return f"({y}, {channel_mean}*{REF}.group_stats_ref(wide({conv}), {a['num_groups']!r}, {a['eps']!r}))"
+        return f"({y}, {more}*{REF}.group_stats_ref(wide({conv}), {a['num_groups']!r}, {a['eps']!r}))"
 
     def draw(d: Draw) -> tuple[Tensors, Args]:
         tensors, args = plain.draw(d)
