@@ -111,7 +111,9 @@ def test_every_op_is_drawn():
         if n.startswith("kgopt::")
     }
     functions = {"group_norm_scale_shift"}  # without an op of their own
-    assert {o for o in ops if not o.startswith(("explain_", "build_info"))} | functions == set(TARGETS)
+    # On CUDA alone; the gradients of pipelines, which are drawn, call them.
+    inside = {"conv_group_norm_mean_gradients", "group_norm_tanh_hardswish_residual_logsumexp_backward_"}
+    assert {o for o in ops - inside if not o.startswith(("explain_", "build_info"))} | functions == set(TARGETS)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
