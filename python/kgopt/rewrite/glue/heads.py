@@ -33,8 +33,11 @@ class FollowedSite(Site):
         Under autocast a convolution rounds what it is given to half precision, which a norm's kernel, whose sums are
         fp32 whatever it reads and writes, does as well: the same values, without copies of x and of the result.
         """
-        if (later := self._later(follower, *operands)) is not None:
-            return later  # type: ignore[return-value]
+        # Every call of a site comes here: one function less than self._later.
+        if self.short and keeps_format(operands[self.norm_at]):
+            later = self._defer(follower, *operands)
+            if later is not None:
+                return later  # type: ignore[return-value]
         keeps_dtype = self.short and self.keeps_dtype  # whatever follows
         return self.run(*operands, half=not keeps_dtype and self._is_halved_by(follower, operands[-1]))
 
