@@ -17,12 +17,13 @@ verdict  verdicts fingerprint emit clocks           PyTorch's code or ours: the 
 run      carry recompute arguments sites norms      what runs in place of a site, of a norm, between norms, in training,
          formats wrapped glue sums modulated        in channels_last; what is left of it for the backward
          upsampling padding joins training layout
-         channel_norms casts
+         channel_norms casts graphs                 CUDA graphs of whole calls
 find     source sequential backend                  front ends: Python source, nn.Sequential, captured graphs
          functional_norms upsampled_graphs contest
-         convolutions padded_graphs
+         convolutions padded_graphs writes
+         whole_graphs replayed
          inductor lowering                          what Inductor makes of the ops
-model    convolved graphs timed whole race api      CUDA graphs; what the whole model decides; optimize, restore, report
+model    convolved timed whole race api             what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================
 """
 

@@ -91,10 +91,11 @@ def _is_repeatable(node: fx.Node) -> bool:
     """Whether a call leaves nothing behind but its result and what it writes to its tensors."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output", "call_method")
-    module = str(getattr(node.target, "__module__", ""))
-    if module.startswith("torch.distributed"):
+    first, *inner = str(getattr(node.target, "__module__", "")).split(".")
+    if inner[:1] == ["distributed"]:
         return False
-    return module.removeprefix("torch._ops.").split(".")[0] in _KNOWN
+    # An op's module names the library that it is of.
+    return (inner[1] if len(inner) > 1 and inner[0] == "_ops" else first) in _KNOWN
 
 
 def _measure(
