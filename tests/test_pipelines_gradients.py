@@ -142,6 +142,20 @@ def test_logsumexp_pipeline_gradients_tf32(c_in, c_out, innermost, backend, monk
 
 # n, c_in, c_out, groups, size, kernel, padding; then what x's gradient does not take: stride. The first needs two turns
 # in float32, of different numbers of samples.
+def peak_of_a_step(forward, leaves):
+    """Bytes beyond what was there, of a forward and its gradients."""
+    for _ in range(2):  # the first may allocate what stays
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = forward()
+        gradients = torch.autograd.grad(y, leaves, torch.ones_like(y))
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        del y, gradients
+    return peak
+
+
 MADE = {
     "large": (9, 3, 24, 8, (24, 96, 96), (3, 3, 3), 0, 1),
     "headline": (16, 3, 24, 8, (24, 32, 32), (3, 3, 3), 0, 1),
@@ -215,15 +229,7 @@ def test_first_pipelines_training_never_stores_the_output(dtype, needs_x):
     weight = torch.randn(24, 3, 3, 3, 3, device="cuda", dtype=dtype, requires_grad=True)
     bias, gamma, beta = (torch.randn(24, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     leaves = [t for t in (x, weight, bias, gamma, beta) if t.requires_grad]
-    for _ in range(2):  # the first may allocate what stays
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        y = PIPELINES["mean"][0](x, weight, bias, 8, gamma, beta)
-        gradients = torch.autograd.grad(y, leaves, torch.ones_like(y))
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        del y, gradients
+    peak = peak_of_a_step(lambda: PIPELINES["mean"][0](x, weight, bias, 8, gamma, beta), leaves)
     assert peak <= (x.nbytes + 130 * 2**20 if needs_x else 0) + 8 * 2**20, peak
 
 
@@ -237,15 +243,7 @@ def test_third_pipelines_training_stores_one_tensor_of_the_outputs_size(dtype, l
     weight, out = torch.randn(64, 8, 3, 3, device="cuda", dtype=dtype), 16 * 64 * 126 * 126 * dtype.itemsize
     bias, gamma, beta = torch.randn(3, 64, device="cuda", dtype=dtype)
     leaves = [t.requires_grad_() for t in (x, weight, bias, gamma, beta)]
-    for _ in range(2):  # the first may allocate what stays
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        y = PIPELINES["logsumexp"][0](x, weight, bias, 16, gamma, beta)
-        gradients = torch.autograd.grad(y, leaves, torch.ones_like(y))
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        del y, gradients
+    peak = peak_of_a_step(lambda: PIPELINES["logsumexp"][0](x, weight, bias, 16, gamma, beta), leaves)
     assert peak <= 1.5 * out + 4 * x.nbytes, (peak, out)
 
 
