@@ -168,12 +168,17 @@ def test_column_walk_reads_every_element_once():
 
 
 def test_reduction_reads_every_element_once():
-    for outer, reduced, inner in itertools.product((1, 3, 300), (1, 2, 3, 31, 1000, 70000), (1, 2, 3, 33, 64, 300)):
-        plan = dev.plan_reduction(outer, reduced, inner, 4)
+    sizes = (1, 3, 300), (1, 2, 3, 31, 1000, 70000), (1, 2, 3, 33, 64, 300, 1 << 20)
+    for outer, reduced, inner, element_size in itertools.product(*sizes, (2, 4, 8)):
+        plan = dev.plan_reduction(outer, reduced, inner, 4, element_size)
+        vector = 16 // element_size if (inner if inner > 1 else reduced) % (16 // element_size) == 0 else 1
+        assert plan["vector"] == vector
+        assert inner > 1 or plan["slices"] == 1 or plan["slice_length"] % vector == 0, "an access that is not aligned"
         along_inner, along_reduced, along_outer = plan["threads"]
         assert along_inner * along_reduced * along_outer == 256
         inner_blocks, outer_blocks = plan["blocks"]
-        assert inner_blocks * along_inner >= inner > (inner_blocks - 1) * along_inner
+        step = along_inner * (vector if inner > 1 else 1)
+        assert inner_blocks * step >= inner > (inner_blocks - 1) * step
         assert outer_blocks * along_outer >= outer > (outer_blocks - 1) * along_outer
         assert plan["slices"] * plan["slice_length"] >= reduced > (plan["slices"] - 1) * plan["slice_length"]
 

@@ -44,6 +44,25 @@ def test_reductions_values(shape, dtype, layout, device, poisoned):
             assert float((y.double() - x.double().mean(dims, keepdim)).abs().max()) <= limit
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [[1], [2, 3], [1, 2, 3], [0, 2, 3]], ids=str)
+@pytest.mark.parametrize("shape", [(3, 40, 64, 24), (2, 33, 1024, 520), (2, 7, 33, 16)], ids=str)
+def test_reductions_in_whole_vectors(shape, dims, dtype, device, poisoned):
+    """Accesses of 16 bytes along what is reduced or across it, forward and backward; one element further on, of one."""
+    if str(device) == "cpu" and shape[1] == 33:
+        pytest.skip("so many results decide how a GPU is used")
+    every = (torch.randn(int(torch.tensor(shape).prod()) + 1, device=device) * 2).to(dtype)
+    for x in (every[:-1].view(shape), every[1:].view(shape)):
+        for ours, theirs in ((functional.mean, torch.mean), (functional.logsumexp, torch.logsumexp)):
+            pair = []
+            for function, value in ((ours, x), (theirs, x), (theirs, x.double())):
+                leaf = value.detach().requires_grad_()
+                y = function(leaf, dims)
+                pair.append((y.detach(), *torch.autograd.grad(y, leaf, torch.full_like(y, 0.75))))
+            for actual, expected, exact in zip(*pair, strict=True):
+                assert_as_good_as_torch(actual, expected, exact)
+
+
 def test_mean_of_all_dims(device):
     x = torch.randn(3, 4, 5, device=device)
     torch.testing.assert_close(functional.mean(x), x.mean())

@@ -944,14 +944,16 @@ py::dict plan_column_walk(int64_t n, int64_t c, int64_t s, int vector, bool alig
   return out;
 }
 
-py::dict plan_reduction(int64_t outer, int64_t reduced, int64_t inner, int sm_count) {
+py::dict plan_reduction(int64_t outer, int64_t reduced, int64_t inner, int sm_count, int element_size) {
   ReduceParams p;
   p.outer = outer;
   p.reduced = reduced;
   p.inner = inner;
+  p.vector = reduce_vector(p, element_size, {});
   plan_reduce(&p, sm_count);
   const ReduceGeometry g = reduce_geometry(p);
   py::dict out;
+  out["vector"] = p.vector;
   out["slices"] = p.slices;
   out["slice_length"] = p.slice_length;
   out["threads"] = std::vector<int>{g.along_inner, g.along_reduced, g.along_outer};
@@ -999,7 +1001,7 @@ void bind_walks(py::module_& m) {
   m.def("plan_column_walk", &plan_column_walk, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("vector"),
         py::arg("aligned") = true, py::arg("sm_count") = 132);
   m.def("plan_reduction", &plan_reduction, py::arg("outer"), py::arg("reduced"), py::arg("inner"),
-        py::arg("sm_count") = 132);
+        py::arg("sm_count") = 132, py::arg("element_size") = 4);
   m.def("scaled_half_bound", &scaled_half_bound, py::arg("act"), py::arg("low"), py::arg("high"));
   m.def("plan_norm_conv1x1", &plan_norm_conv1x1, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("c_out"),
         py::arg("dtype") = "float32", py::arg("sm_count") = 132);

@@ -19,16 +19,17 @@ struct LogsumexpState {
     if (b != Acc(0)) b *= exp(finite(a) - finite(maximum));
     a = maximum;
   }
-  __device__ void add(const Acc (&x)[kReduceBatch], int count) {
+  template <int kCount>
+  __device__ void add(const Acc (&x)[kCount], int count) {
     Acc maximum = a;
 #pragma unroll
-    for (int i = 0; i < kReduceBatch; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       if (i < count && x[i] > maximum) maximum = x[i];
     }
     if (maximum > a) rescale(maximum);
     const Acc shift = finite(a);
 #pragma unroll
-    for (int i = 0; i < kReduceBatch; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       if (i < count) b += exp(x[i] - shift);
     }
   }
@@ -192,18 +193,14 @@ Status launch_few_dtype(const ReduceParams& p, const Of& of, cudaStream_t stream
   }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(256) logsumexp_backward_kernel(const __grid_constant__ LogsumexpBackwardParams p) {
-  using Acc = acc_t<T>;
-  const int64_t total = p.outer * p.reduced * p.inner;
-  for (int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; at < total; at += int64_t(gridDim.x) * blockDim.x) {
-    const int64_t i = at % p.inner;
-    const int64_t o = at / p.inner / p.reduced;
-    const Acc y = to_acc(static_cast<const T*>(p.y)[o * p.inner + i]);  // all of a row at -inf gives NaN, as in PyTorch
-    const Acc dy = to_acc(static_cast<const T*>(p.dy)[o * p.inner + i]);
-    static_cast<T*>(p.dx)[at] = from_acc<T>(dy * exp(to_acc(static_cast<const T*>(p.x)[at]) - y));
+// All of a row at -inf gives NaN, as in PyTorch.
+struct LogsumexpGradient {
+  static constexpr bool kReads = true;
+  template <typename Acc>
+  __device__ Acc operator()(Acc dy, Acc y, Acc x) const {
+    return dy * exp(x - y);
   }
-}
+};
 
 }  // namespace
 
@@ -219,14 +216,8 @@ Status run_norm_residual_logsumexp(const ReduceParams& p, const void* table, con
   return launch_few_dtype(p, ResidualOfNorm{static_cast<const float4*>(table), shift, shift_dtype}, stream);
 }
 
-Status run_logsumexp_backward(const LogsumexpBackwardParams& p, cudaStream_t stream) {
-  const int64_t total = p.outer * p.reduced * p.inner;
-  if (total == 0) return Status::Ok();
-  const unsigned blocks = static_cast<unsigned>(std::min<int64_t>((total + 255) / 256, 1 << 20));
-  KGOPT_DISPATCH_DTYPE(p.dtype, T, { logsumexp_backward_kernel<T><<<blocks, 256, 0, stream>>>(p); });
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, "logsumexp_backward_kernel", cudaGetErrorString(error)};
-  return Status::Ok();
+Status run_logsumexp_backward(const ReduceBackwardParams& p, cudaStream_t stream) {
+  return launch_reduce_backward<LogsumexpGradient>("logsumexp_backward_kernel", p, stream);
 }
 
 }  // namespace kgopt

@@ -13,8 +13,8 @@ Status run_logsumexp(const ReduceParams& p, cudaStream_t stream);
 Status run_norm_residual_logsumexp(const ReduceParams& p, const void* table, const void* shift, Dtype shift_dtype,
                                    cudaStream_t stream);
 Status run_mean(const ReduceParams& p, cudaStream_t stream);
-Status run_logsumexp_backward(const LogsumexpBackwardParams& p, cudaStream_t stream);
-Status run_mean_backward(const MeanBackwardParams& p, cudaStream_t stream);
+Status run_logsumexp_backward(const ReduceBackwardParams& p, cudaStream_t stream);
+Status run_mean_backward(const ReduceBackwardParams& p, cudaStream_t stream);
 // y = softmax(x * scale) of each row.
 Status run_scaled_softmax(const SoftmaxParams& p, cudaStream_t stream);
 // Sets the blocks. False where the kernel does not take x: no whole vectors of 16 bytes, over 256 of them, or float64.

@@ -29,6 +29,7 @@ Tensor reduce(const char* op, const char* arg, const Tensor& x, const IntArray& 
   p.x = dense.const_data_ptr();
   p.y = y.mutable_data_ptr();
   set_rows(s, check_dtype(op, "x", x), &p);
+  p.vector = reduce_vector(p, static_cast<int>(x.element_size()), {p.x, p.y});
   plan_reduce(&p, info.sm_count);
   Workspace workspace(x);
   const int64_t partials =
@@ -51,7 +52,7 @@ Tensor logsumexp_backward(Tensor dy, Tensor x, Tensor y, IntArray dim, bool keep
   const Tensor dense = reduce_input(x, s);
   const Tensor dense_dy = dense_in(dy, MemoryFormat::Contiguous), dense_y = dense_in(y, MemoryFormat::Contiguous);
   Tensor dx = reduce_gradient_buffer(x, sizes_of(x), s);
-  LogsumexpBackwardParams p;
+  ReduceBackwardParams p;
   p.dy = dense_dy.const_data_ptr();
   p.x = dense.const_data_ptr();
   p.y = dense_y.const_data_ptr();
@@ -69,7 +70,7 @@ Tensor mean_backward(Tensor dy, IntArray sizes, IntArray dims, bool keepdim) {
   check_gpu(op, dy);
   const Tensor dense_dy = dense_in(dy, MemoryFormat::Contiguous);
   Tensor dx = reduce_gradient_buffer(dy, sizes, s);
-  MeanBackwardParams p;
+  ReduceBackwardParams p;
   p.dy = dense_dy.const_data_ptr();
   p.dx = dx.mutable_data_ptr();
   set_rows(s, dtype, &p);

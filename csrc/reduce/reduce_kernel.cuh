@@ -1,6 +1,6 @@
 // One kernel for every reduction [outer][reduced][inner] -> [outer][inner]: a block is a box of threads, along inner
 // (coalesced where inner > 1), along reduced (coalesced where inner == 1) and along outer (where both are small).
-// A reduction has: Acc, kBatch-wise `add`, `merge` and `result`, and a state of two numbers.
+// A reduction has: `add` of some values at once, `merge` and `result`, and a state of two numbers.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,53 +12,79 @@
 
 namespace kgopt {
 
-template <typename T, typename R>
+// kInner, kReduced: elements of an access along either; one of them is 1.
+template <typename T, typename R, int kInner, int kReduced>
 __global__ void __launch_bounds__(kReduceThreads)
     reduce_kernel(const __grid_constant__ ReduceParams p, ReduceGeometry g) {
   using Acc = acc_t<T>;
-  __shared__ R shared[kReduceThreads];
+  __shared__ R shared[kInner][kReduceThreads];
   const int ti = threadIdx.x % g.along_inner;
   const int tr = threadIdx.x / g.along_inner % g.along_reduced;
   const int to = threadIdx.x / (g.along_inner * g.along_reduced);
   const int64_t block = blockIdx.x;
-  const int64_t i = block % g.inner_blocks * g.along_inner + ti;
+  const int64_t i = (block % g.inner_blocks * g.along_inner + ti) * kInner;
   const int64_t o = block / g.inner_blocks % g.outer_blocks * g.along_outer + to;
   const int64_t slice = block / (g.inner_blocks * g.outer_blocks);
   const bool mine = i < p.inner && o < p.outer;
 
-  R state;
+  R state[kInner];
   if (mine) {
     const T* const x = static_cast<const T*>(p.x) + o * p.reduced * p.inner + i;
     const int64_t end = min((slice + 1) * p.slice_length, p.reduced);
-    for (int64_t r = slice * p.slice_length + tr; r < end; r += int64_t(kReduceBatch) * g.along_reduced) {
-      Acc batch[kReduceBatch];
+    const int64_t step = int64_t(kReduced) * g.along_reduced;
+    for (int64_t r = slice * p.slice_length + tr * kReduced; r < end; r += kReduceBatch * step) {
+      Vec<T, kInner * kReduced> batch[kReduceBatch];
       int count = 0;
 #pragma unroll
       for (int b = 0; b < kReduceBatch; ++b) {
-        const int64_t at = r + int64_t(b) * g.along_reduced;
+        const int64_t at = r + b * step;
         if (at < end) {
-          batch[b] = to_acc(x[at * p.inner]);
+          batch[b] = load_vec<T, kInner * kReduced>(x + at * p.inner);
           count = b + 1;
         }
       }
-      state.add(batch, count);
+      if constexpr (kReduced > 1) {
+#pragma unroll
+        for (int b = 0; b < kReduceBatch; ++b) {
+          Acc values[kReduced];
+          unpack(batch[b], values);
+          if (b < count) state[0].add(values, kReduced);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kInner; ++j) {
+          Acc values[kReduceBatch];
+#pragma unroll
+          for (int b = 0; b < kReduceBatch; ++b) values[b] = to_acc(batch[b].v[j]);
+          state[j].add(values, count);
+        }
+      }
     }
   }
-  shared[threadIdx.x] = state;
-  for (int half = g.along_reduced / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (tr < half) shared[threadIdx.x].merge(shared[threadIdx.x + half * g.along_inner]);
-  }
-  if (tr == 0 && mine) {
-    state = shared[threadIdx.x];
-    const int64_t at = o * p.inner + i;
-    if (p.slices == 1) {
-      static_cast<T*>(p.y)[at] = from_acc<T>(state.result(Acc(p.reduced)));
-    } else {
-      Acc* const out = static_cast<Acc*>(p.partials) + (slice * p.outer * p.inner + at) * 2;
-      out[0] = state.a;
-      out[1] = state.b;
+  if (g.along_reduced > 1) {
+#pragma unroll
+    for (int j = 0; j < kInner; ++j) shared[j][threadIdx.x] = state[j];
+    for (int half = g.along_reduced / 2; half > 0; half /= 2) {
+      __syncthreads();
+      if (tr < half) {
+#pragma unroll
+        for (int j = 0; j < kInner; ++j) shared[j][threadIdx.x].merge(shared[j][threadIdx.x + half * g.along_inner]);
+      }
     }
+#pragma unroll
+    for (int j = 0; j < kInner; ++j) state[j] = shared[j][threadIdx.x];
+  }
+  if (tr != 0 || !mine) return;
+  const int64_t at = o * p.inner + i;
+  if (p.slices == 1) {
+    Vec<T, kInner> y;
+#pragma unroll
+    for (int j = 0; j < kInner; ++j) y.v[j] = from_acc<T>(state[j].result(Acc(p.reduced)));
+    store_vec(static_cast<T*>(p.y) + at, y);
+  } else {
+    Acc* const out = static_cast<Acc*>(p.partials) + (slice * p.outer * p.inner + at) * 2;
+#pragma unroll
+    for (int j = 0; j < kInner; ++j) out[2 * j] = state[j].a, out[2 * j + 1] = state[j].b;
   }
 }
 
@@ -86,7 +112,10 @@ Status launch_reduce_typed(const char* name, const ReduceParams& p, cudaStream_t
   const ReduceGeometry g = reduce_geometry(p);
   const int64_t blocks = g.inner_blocks * g.outer_blocks * p.slices;
   if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
-  reduce_kernel<T, R><<<static_cast<unsigned>(blocks), kReduceThreads, 0, stream>>>(p, g);
+  const auto kernel = p.vector == 1 ? reduce_kernel<T, R, 1, 1>
+                      : p.inner > 1 ? reduce_kernel<T, R, kVecSize<T>, 1>
+                                    : reduce_kernel<T, R, 1, kVecSize<T>>;
+  kernel<<<static_cast<unsigned>(blocks), kReduceThreads, 0, stream>>>(p, g);
   cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess && p.slices > 1) {
     const int64_t merge_blocks = std::min<int64_t>((p.outer * p.inner + kReduceThreads - 1) / kReduceThreads, 4096);
@@ -102,6 +131,58 @@ Status launch_reduction(const char* name, const ReduceParams& p, cudaStream_t st
   Status status;
   KGOPT_DISPATCH_DTYPE(p.dtype, T, { status = launch_reduce_typed<T, R<acc_t<T>>>(name, p, stream); });
   return status;
+}
+
+// dx of a reduction: of(dy, y, x) of each element, in accesses of kVec along inner, or along reduced where inner is 1.
+template <typename T, int kVec, typename Of>
+__global__ void __launch_bounds__(kReduceThreads)
+    reduce_backward_kernel(const __grid_constant__ ReduceBackwardParams p, Of of) {
+  using Acc = acc_t<T>;
+  using V = Vec<T, kVec>;
+  const int64_t total = p.outer * p.reduced * p.inner, stride = int64_t(gridDim.x) * kReduceThreads * kVec;
+  const bool is_small = total + stride <= 0xffffffff;  // divisions of 64 bits cost more than the memory
+  for (int64_t at = (int64_t(blockIdx.x) * kReduceThreads + threadIdx.x) * kVec; at < total; at += stride) {
+    const int64_t row = is_small ? uint32_t(at) / uint32_t(p.inner) : at / p.inner;
+    const int64_t o = is_small ? uint32_t(row) / uint32_t(p.reduced) : row / p.reduced;
+    const int64_t from = o * p.inner + (at - row * p.inner);
+    const bool repeats = p.inner == 1;  // all of an access have one dy
+    V dy, y, x, dx;
+    if (kVec > 1 && repeats) {
+      const T one = static_cast<const T*>(p.dy)[from], result = Of::kReads ? static_cast<const T*>(p.y)[from] : T();
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) dy.v[j] = one, y.v[j] = result;
+    } else {
+      dy = load_vec<T, kVec>(static_cast<const T*>(p.dy) + from);
+      if constexpr (Of::kReads) y = load_vec<T, kVec>(static_cast<const T*>(p.y) + from);
+    }
+    if constexpr (Of::kReads) x = load_vec<T, kVec>(static_cast<const T*>(p.x) + at);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      Acc result;
+      if constexpr (Of::kReads) {
+        result = of(to_acc(dy.v[j]), to_acc(y.v[j]), to_acc(x.v[j]));
+      } else {
+        result = of(to_acc(dy.v[j]), Acc(p.reduced));
+      }
+      dx.v[j] = from_acc<T>(result);
+    }
+    store_vec(static_cast<T*>(p.dx) + at, dx);
+  }
+}
+
+template <typename Of>
+Status launch_reduce_backward(const char* name, const ReduceBackwardParams& p, cudaStream_t stream) {
+  const int64_t total = p.outer * p.reduced * p.inner;
+  if (total == 0) return Status::Ok();
+  KGOPT_DISPATCH_DTYPE(p.dtype, T, {
+    const int vector = reduce_vector(p, sizeof(T), {p.dy, p.x, p.y, p.dx});
+    const int64_t blocks = (total / vector + kReduceThreads - 1) / kReduceThreads;
+    const auto kernel = vector > 1 ? reduce_backward_kernel<T, kVecSize<T>, Of> : reduce_backward_kernel<T, 1, Of>;
+    kernel<<<static_cast<unsigned>(std::min<int64_t>(blocks, 1 << 20)), kReduceThreads, 0, stream>>>(p, Of());
+  });
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
+  return Status::Ok();
 }
 
 }  // namespace kgopt

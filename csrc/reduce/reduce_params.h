@@ -13,15 +13,16 @@ struct ReduceParams {
   void* y = nullptr;  // [outer][inner], of x's type
   int64_t outer = 1, reduced = 1, inner = 1;
   Dtype dtype = Dtype::kFloat32;
+  int vector = 1;            // elements of an access: along inner, or along reduced where inner is 1
   int64_t slices = 1;        // thread blocks that share a result
   int64_t slice_length = 1;  // reduced elements of a slice
   void* partials = nullptr;  // [slices][outer][inner][2] of the accumulation type, with more than one slice
 };
 
-struct LogsumexpBackwardParams {
+struct ReduceBackwardParams {
   const void* dy = nullptr;  // [outer][inner]
-  const void* x = nullptr;
-  const void* y = nullptr;  // the forward's result, [outer][inner]
+  const void* x = nullptr;   // of logsumexp
+  const void* y = nullptr;   // the same forward's result, [outer][inner]
   void* dx = nullptr;
   int64_t outer = 1, reduced = 1, inner = 1;
   Dtype dtype = Dtype::kFloat32;
@@ -46,13 +47,6 @@ struct SoftmaxParams {
   int64_t smem_bytes = 0;                               // that a block may take
   int64_t kept = 0;                                     // columns in shared memory; set by the launcher
   Dtype dtype = Dtype::kFloat32, to = Dtype::kFloat32;  // of x and of y
-};
-
-struct MeanBackwardParams {
-  const void* dy = nullptr;  // [outer][inner]
-  void* dx = nullptr;
-  int64_t outer = 1, reduced = 1, inner = 1;
-  Dtype dtype = Dtype::kFloat32;
 };
 
 }  // namespace kgopt

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 
 #include "reduce/reduce_params.h"
 
@@ -22,12 +23,27 @@ inline int power_of_two_at_least(int64_t v, int most) {
   return p;
 }
 
+// Elements of an access of 16 bytes, where all tensors lie and divide so; else 1.
+template <typename Params>
+int reduce_vector(const Params& p, int element_size, std::initializer_list<const void*> tensors) {
+  const int vector = 16 / element_size;
+  bool fits = (p.inner > 1 ? p.inner : p.reduced) % vector == 0;
+  for (const void* t : tensors) fits = fits && reinterpret_cast<uintptr_t>(t) % 16 == 0;
+  return fits ? vector : 1;
+}
+
+// Results are neighbours' business where there are so many: a thread then goes through all that is reduced.
+inline constexpr int64_t kReduceManyResults = int64_t(1) << 17;
+
 inline ReduceGeometry reduce_geometry(const ReduceParams& p) {
   ReduceGeometry g;
-  g.along_inner = power_of_two_at_least(p.inner, p.inner >= 64 && p.reduced < 32 ? kReduceThreads : 32);
-  g.along_reduced = power_of_two_at_least((p.slice_length + 1) / 2, kReduceThreads / g.along_inner);
+  const int64_t across = p.inner > 1 ? p.inner / p.vector : 1;  // accesses along inner, and along reduced
+  const int64_t along = p.inner > 1 ? p.slice_length : (p.slice_length + p.vector - 1) / p.vector;
+  const bool many = p.outer * across >= kReduceManyResults;
+  g.along_inner = power_of_two_at_least(across, across >= 64 && (many || along < 32) ? kReduceThreads : 32);
+  g.along_reduced = power_of_two_at_least((along + 1) / 2, kReduceThreads / g.along_inner);
   g.along_outer = kReduceThreads / (g.along_inner * g.along_reduced);
-  g.inner_blocks = (p.inner + g.along_inner - 1) / g.along_inner;
+  g.inner_blocks = (across + g.along_inner - 1) / g.along_inner;
   g.outer_blocks = (p.outer + g.along_outer - 1) / g.along_outer;
   return g;
 }
@@ -39,10 +55,12 @@ inline void plan_reduce(ReduceParams* p, int sm_count) {
   if (p->outer * p->inner * p->reduced == 0) return;
   const ReduceGeometry g = reduce_geometry(*p);
   const int64_t blocks = g.inner_blocks * g.outer_blocks;
-  const int64_t wanted = int64_t(sm_count) * 8 / std::max<int64_t>(1, blocks);
-  const int64_t most = p->reduced / (int64_t(g.along_reduced) * kReduceBatch);
+  const int64_t wanted = int64_t(sm_count) * (p->vector > 1 ? 4 : 8) / std::max<int64_t>(1, blocks);
+  const int unit = p->inner > 1 ? 1 : p->vector;
+  const int64_t units = p->reduced / unit;
+  const int64_t most = units / (int64_t(g.along_reduced) * kReduceBatch);
   const int64_t slices = std::max<int64_t>(1, std::min(wanted, most));
-  p->slice_length = (p->reduced + slices - 1) / slices;
+  p->slice_length = (units + slices - 1) / slices * unit;
   p->slices = (p->reduced + p->slice_length - 1) / p->slice_length;
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from kgopt.rewrite import clocks
 from kgopt.torch_private import clear_blas_workspaces, end_allocation_to_pool
 
+_HERE = contextlib.nullcontext()
 LONG = 0.03  # seconds of a call whose launches "auto" looks at first
 
 
@@ -60,7 +61,6 @@ class Lane:
         with torch.cuda.device(device):
             self.pool = torch.cuda.graph_pool_handle()
             self.side = torch.cuda.Stream(device)
-            self.done = torch.cuda.Event()
         self.last: Any = None  # the stream of the last replay
 
     @contextlib.contextmanager
@@ -68,7 +68,7 @@ class Lane:
         """On a stream of its own, as what is recorded afterwards. The replays before are over."""
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream(self.device)
-            self.wait(current)
+            self._follow(current)
             self.side.wait_stream(current)
             try:
                 with torch.cuda.stream(self.side):
@@ -76,10 +76,10 @@ class Lane:
             finally:
                 current.wait_stream(self.side)
 
-    def wait(self, current: Any) -> None:
+    def _follow(self, current: Any) -> None:
         """Has a stream wait for the last replay."""
         if self.last is not None and self.last != current:
-            current.wait_event(self.done)
+            current.wait_stream(self.last)
 
     def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """What replays a call, and its result, which each replay writes anew.
@@ -127,23 +127,18 @@ class Lane:
                 end_allocation_to_pool(self.device, self.pool)
             raise
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> contextlib.AbstractContextManager[Any]:
         """One replay, with what comes before and after it, on the caller's stream."""
-        with torch.cuda.device(self.device):
-            current = torch.cuda.current_stream(self.device)
-            self.wait(current)
-            try:
-                yield
-            finally:
-                self.last = current
-                self.done.record(current)
+        current = torch.cuda.current_stream(self.device)
+        self._follow(current)
+        self.last = current
+        return _HERE if torch.cuda.current_device() == current.device_index else torch.cuda.device(self.device)
 
     def settle(self) -> None:
         """Waits for the last replay, whose memory may be given back then."""
         if self.last is not None:
             with contextlib.suppress(RuntimeError):
-                self.done.synchronize()
+                self.last.synchronize()
 
     @property
     def held(self) -> int:

@@ -72,30 +72,31 @@ class Recording:
     """One kind of call."""
 
     def __init__(self, replay: Callable[[], None], inputs: list[Tensor], outputs: Any, given: dict[int, int]) -> None:
+        """``given``: of outputs that are inputs, by id: which."""
         self.replay = replay
         self.inputs = inputs
         self.outputs = outputs
-        self.given = given  # of outputs that are inputs, by id: which
+        # Of each tensor among the outputs which input it is, and what copies it with its strides.
+        self._results = [(t, given.get(id(t)), _copier(t)) for t in leaves(outputs)]
+        self._is_flat = type(outputs) in (list, tuple) and all(isinstance(t, Tensor) for t in outputs)
         shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in self.inputs)
         self.text = f"({shapes}) {self.inputs[0].dtype}".replace("torch.", "")  # for the report
         self.before = self.after = 0.0  # seconds of a call without and with it
 
     def run(self, lane: Any, tensors: list[Tensor]) -> Any:
         """The results for these tensors, which the next call leaves alone."""
-        made: dict[int, Tensor] = {}
-
-        def take(t: Tensor) -> Tensor:
-            found = made.get(id(t))
-            if found is None:
-                at = self.given.get(id(t))
-                found = made[id(t)] = like(t) if at is None else tensors[at]
-            return found
-
         with lane.turn():
             for own, given in zip(self.inputs, tensors, strict=True):
                 own.copy_(given)
             self.replay()
-            return with_tensors(self.outputs, take)
+            made = {id(t): copy(t) if at is None else tensors[at] for t, at, copy in self._results}
+            if self._is_flat:
+                return type(self.outputs)([made[id(t)] for t in self.outputs])
+            return with_tensors(self.outputs, lambda t: made[id(t)])
+
+
+def _copier(t: Tensor) -> Callable[[Tensor], Tensor]:
+    return Tensor.clone if torch.empty_like(t, device="meta").stride() == t.stride() else like
 
 
 def check_that_calls_can_be_seen(call: Call) -> None:
