@@ -88,21 +88,29 @@ __global__ void __launch_bounds__(kReduceThreads)
   }
 }
 
+// A result's slices are shared by `lanes` threads, a power of 2.
 template <typename T, typename R>
-__global__ void __launch_bounds__(kReduceThreads) reduce_merge_kernel(const __grid_constant__ ReduceParams p) {
+__global__ void __launch_bounds__(kReduceThreads)
+    reduce_merge_kernel(const __grid_constant__ ReduceParams p, int lanes) {
   using Acc = acc_t<T>;
-  const int64_t results = p.outer * p.inner;
-  for (int64_t at = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; at < results;
-       at += int64_t(gridDim.x) * blockDim.x) {
-    R state;
-    for (int64_t slice = 0; slice < p.slices; ++slice) {
-      const Acc* const in = static_cast<const Acc*>(p.partials) + (slice * results + at) * 2;
-      R part;
-      part.a = in[0];
-      part.b = in[1];
-      state.merge(part);
-    }
-    static_cast<T*>(p.y)[at] = from_acc<T>(state.result(Acc(p.reduced)));
+  __shared__ R shared[kReduceThreads];
+  const int lane = threadIdx.x % lanes;
+  const int64_t results = p.outer * p.inner, at = (int64_t(blockIdx.x) * kReduceThreads + threadIdx.x) / lanes;
+  R state;
+  for (int64_t slice = lane; slice < p.slices && at < results; slice += lanes) {
+    const Acc* const in = static_cast<const Acc*>(p.partials) + (slice * results + at) * 2;
+    R part;
+    part.a = in[0];
+    part.b = in[1];
+    state.merge(part);
+  }
+  shared[threadIdx.x] = state;
+  for (int half = lanes / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (lane < half) shared[threadIdx.x].merge(shared[threadIdx.x + half]);
+  }
+  if (lane == 0 && at < results) {
+    static_cast<T*>(p.y)[at] = from_acc<T>(shared[threadIdx.x].result(Acc(p.reduced)));
   }
 }
 
@@ -118,8 +126,9 @@ Status launch_reduce_typed(const char* name, const ReduceParams& p, cudaStream_t
   kernel<<<static_cast<unsigned>(blocks), kReduceThreads, 0, stream>>>(p, g);
   cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess && p.slices > 1) {
-    const int64_t merge_blocks = std::min<int64_t>((p.outer * p.inner + kReduceThreads - 1) / kReduceThreads, 4096);
-    reduce_merge_kernel<T, R><<<static_cast<unsigned>(merge_blocks), kReduceThreads, 0, stream>>>(p);
+    const int lanes = power_of_two_at_least(p.slices, 128);
+    const int64_t merge_blocks = (p.outer * p.inner * lanes + kReduceThreads - 1) / kReduceThreads;
+    reduce_merge_kernel<T, R><<<static_cast<unsigned>(merge_blocks), kReduceThreads, 0, stream>>>(p, lanes);
     error = cudaGetLastError();
   }
   if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
@@ -133,41 +142,72 @@ Status launch_reduction(const char* name, const ReduceParams& p, cudaStream_t st
   return status;
 }
 
-// dx of a reduction: of(dy, y, x) of each element, in accesses of kVec along inner, or along reduced where inner is 1.
+// dx of a reduction at element `at`, whose result is at `from`; kVec neighbours along inner, or along reduced where
+// inner is 1 and they have one result.
+template <typename T, int kVec, typename Of>
+__device__ __forceinline__ void reduce_backward_at(const ReduceBackwardParams& p, const Of& of, int64_t at,
+                                                   int64_t from) {
+  using Acc = acc_t<T>;
+  Vec<T, kVec> dy, y, x, dx;
+  if (kVec > 1 && p.inner == 1) {
+    const T one = static_cast<const T*>(p.dy)[from], result = Of::kReads ? static_cast<const T*>(p.y)[from] : T();
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) dy.v[j] = one, y.v[j] = result;
+  } else {
+    dy = load_vec<T, kVec>(static_cast<const T*>(p.dy) + from);
+    if constexpr (Of::kReads) y = load_vec<T, kVec>(static_cast<const T*>(p.y) + from);
+  }
+  if constexpr (Of::kReads) x = load_vec<T, kVec>(static_cast<const T*>(p.x) + at);
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) {
+    Acc result;
+    if constexpr (Of::kReads) {
+      result = of(to_acc(dy.v[j]), to_acc(y.v[j]), to_acc(x.v[j]));
+    } else {
+      result = of(to_acc(dy.v[j]), Acc(p.reduced));
+    }
+    dx.v[j] = from_acc<T>(result);
+  }
+  store_vec(static_cast<T*>(p.dx) + at, dx);
+}
+
 template <typename T, int kVec, typename Of>
 __global__ void __launch_bounds__(kReduceThreads)
     reduce_backward_kernel(const __grid_constant__ ReduceBackwardParams p, Of of) {
-  using Acc = acc_t<T>;
-  using V = Vec<T, kVec>;
   const int64_t total = p.outer * p.reduced * p.inner, stride = int64_t(gridDim.x) * kReduceThreads * kVec;
   const bool is_small = total + stride <= 0xffffffff;  // divisions of 64 bits cost more than the memory
   for (int64_t at = (int64_t(blockIdx.x) * kReduceThreads + threadIdx.x) * kVec; at < total; at += stride) {
     const int64_t row = is_small ? uint32_t(at) / uint32_t(p.inner) : at / p.inner;
     const int64_t o = is_small ? uint32_t(row) / uint32_t(p.reduced) : row / p.reduced;
-    const int64_t from = o * p.inner + (at - row * p.inner);
-    const bool repeats = p.inner == 1;  // all of an access have one dy
-    V dy, y, x, dx;
-    if (kVec > 1 && repeats) {
-      const T one = static_cast<const T*>(p.dy)[from], result = Of::kReads ? static_cast<const T*>(p.y)[from] : T();
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) dy.v[j] = one, y.v[j] = result;
-    } else {
-      dy = load_vec<T, kVec>(static_cast<const T*>(p.dy) + from);
-      if constexpr (Of::kReads) y = load_vec<T, kVec>(static_cast<const T*>(p.y) + from);
-    }
-    if constexpr (Of::kReads) x = load_vec<T, kVec>(static_cast<const T*>(p.x) + at);
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      Acc result;
-      if constexpr (Of::kReads) {
-        result = of(to_acc(dy.v[j]), to_acc(y.v[j]), to_acc(x.v[j]));
-      } else {
-        result = of(to_acc(dy.v[j]), Acc(p.reduced));
-      }
-      dx.v[j] = from_acc<T>(result);
-    }
-    store_vec(static_cast<T*>(p.dx) + at, dx);
+    reduce_backward_at<T, kVec>(p, of, at, o * p.inner + (at - row * p.inner));
   }
+}
+
+// Of long rows along inner a block takes kReduceBatch accesses of each thread: no division for each.
+template <typename T, int kVec, typename Of>
+__global__ void __launch_bounds__(kReduceThreads)
+    reduce_backward_rows_kernel(const __grid_constant__ ReduceBackwardParams p, int64_t parts, Of of) {
+  constexpr int64_t kStep = kReduceThreads * kVec;
+  const int64_t row = blockIdx.x / parts, first = (blockIdx.x - row * parts) * kReduceBatch * kStep;
+  const int64_t result = row / p.reduced * p.inner;
+#pragma unroll
+  for (int b = 0; b < kReduceBatch; ++b) {
+    const int64_t i = first + b * kStep + threadIdx.x * kVec;
+    if (i < p.inner) reduce_backward_at<T, kVec>(p, of, row * p.inner + i, result + i);
+  }
+}
+
+template <typename T, int kVec, typename Of>
+void launch_reduce_backward_typed(const ReduceBackwardParams& p, cudaStream_t stream) {
+  const int64_t accesses = p.outer * p.reduced * p.inner / kVec, run = int64_t(kReduceThreads) * kReduceBatch * kVec;
+  const int64_t parts = (p.inner + run - 1) / run;
+  if (p.inner >= run && p.outer * p.reduced * parts <= 0x7fffffff) {
+    const unsigned blocks = static_cast<unsigned>(p.outer * p.reduced * parts);
+    reduce_backward_rows_kernel<T, kVec><<<blocks, kReduceThreads, 0, stream>>>(p, parts, Of());
+    return;
+  }
+  const int64_t blocks = std::min<int64_t>((accesses + kReduceThreads - 1) / kReduceThreads, 1 << 20);
+  reduce_backward_kernel<T, kVec><<<static_cast<unsigned>(blocks), kReduceThreads, 0, stream>>>(p, Of());
 }
 
 template <typename Of>
@@ -175,10 +215,11 @@ Status launch_reduce_backward(const char* name, const ReduceBackwardParams& p, c
   const int64_t total = p.outer * p.reduced * p.inner;
   if (total == 0) return Status::Ok();
   KGOPT_DISPATCH_DTYPE(p.dtype, T, {
-    const int vector = reduce_vector(p, sizeof(T), {p.dy, p.x, p.y, p.dx});
-    const int64_t blocks = (total / vector + kReduceThreads - 1) / kReduceThreads;
-    const auto kernel = vector > 1 ? reduce_backward_kernel<T, kVecSize<T>, Of> : reduce_backward_kernel<T, 1, Of>;
-    kernel<<<static_cast<unsigned>(std::min<int64_t>(blocks, 1 << 20)), kReduceThreads, 0, stream>>>(p, Of());
+    if (reduce_vector(p, sizeof(T), {p.dy, p.x, p.y, p.dx}) > 1) {
+      launch_reduce_backward_typed<T, kVecSize<T>, Of>(p, stream);
+    } else {
+      launch_reduce_backward_typed<T, 1, Of>(p, stream);
+    }
   });
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};

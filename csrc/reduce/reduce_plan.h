@@ -32,16 +32,19 @@ int reduce_vector(const Params& p, int element_size, std::initializer_list<const
   return fits ? vector : 1;
 }
 
-// Results are neighbours' business where there are so many: a thread then goes through all that is reduced.
-inline constexpr int64_t kReduceManyResults = int64_t(1) << 17;
+// Threads that keep a large GPU's memory busy with kReduceBatch accesses each.
+inline constexpr int64_t kReduceManyThreads = int64_t(1) << 16;
 
 inline ReduceGeometry reduce_geometry(const ReduceParams& p) {
   ReduceGeometry g;
   const int64_t across = p.inner > 1 ? p.inner / p.vector : 1;  // accesses along inner, and along reduced
   const int64_t along = p.inner > 1 ? p.slice_length : (p.slice_length + p.vector - 1) / p.vector;
-  const bool many = p.outer * across >= kReduceManyResults;
+  const bool many = p.outer * across >= kReduceManyThreads;
   g.along_inner = power_of_two_at_least(across, across >= 64 && (many || along < 32) ? kReduceThreads : 32);
-  g.along_reduced = power_of_two_at_least((along + 1) / 2, kReduceThreads / g.along_inner);
+  // Threads that share a result merge theirs: no more of them than have a batch, unless the GPU would be empty.
+  const int most = power_of_two_at_least((along + 1) / 2, kReduceThreads / g.along_inner);
+  g.along_reduced = power_of_two_at_least((along + kReduceBatch - 1) / kReduceBatch, most);
+  while (g.along_reduced < most && p.outer * across * g.along_reduced < kReduceManyThreads) g.along_reduced *= 2;
   g.along_outer = kReduceThreads / (g.along_inner * g.along_reduced);
   g.inner_blocks = (across + g.along_inner - 1) / g.along_inner;
   g.outer_blocks = (p.outer + g.along_outer - 1) / g.along_outer;
@@ -58,7 +61,8 @@ inline void plan_reduce(ReduceParams* p, int sm_count) {
   const int64_t wanted = int64_t(sm_count) * (p->vector > 1 ? 4 : 8) / std::max<int64_t>(1, blocks);
   const int unit = p->inner > 1 ? 1 : p->vector;
   const int64_t units = p->reduced / unit;
-  const int64_t most = units / (int64_t(g.along_reduced) * kReduceBatch);
+  const bool many = blocks * kReduceThreads >= kReduceManyThreads;  // without slices
+  const int64_t most = many ? 1 : units / (int64_t(g.along_reduced) * kReduceBatch);
   const int64_t slices = std::max<int64_t>(1, std::min(wanted, most));
   p->slice_length = (units + slices - 1) / slices * unit;
   p->slices = (p->reduced + p->slice_length - 1) / p->slice_length;
