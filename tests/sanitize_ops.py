@@ -215,6 +215,12 @@ def pointwise_cases() -> None:
         for dim in ([1], [3], [0, 2], [0, 1, 2, 3]):
             run(f"logsumexp {dtype} {dim}", x, call=lambda t, dim=dim: ops.logsumexp(t, dim, True))
             run(f"mean {dtype} {dim}", x, call=lambda t, dim=dim: ops.mean(t, dim, False))
+        # Whole vectors along and across what is reduced, slices, and rows that take a block each.
+        for shape in ((2, 40, 16, 24), (1, 3, 64, 312), (1, 70000)):
+            x = tensor(*shape, dtype=dtype)
+            for dim in ([1], [0, *range(2, len(shape))]):
+                run(f"logsumexp {dtype} {shape} {dim}", x, call=lambda t, dim=dim: ops.logsumexp(t, dim, True))
+                run(f"mean {dtype} {shape} {dim}", x, call=lambda t, dim=dim: ops.mean(t, dim, False))
         for columns in (5, 1028):
             x = tensor(3, columns, dtype=dtype)
             call = lambda t: ops.scaled_softmax(t, 0.3, t.dtype)  # noqa: E731
