@@ -18,13 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kgopt.rewrite import originals
+from kgopt.rewrite import maps, originals
 from kgopt.rewrite.chain import PRELU, Chain
 from kgopt.rewrite.glue import plans
 from kgopt.rewrite.meanings import activation_of, activation_of_function, untouched
 from kgopt.rewrite.modules import does_nothing, is_as_is, runs_like_sequential
 from kgopt.rewrite.sites import Site
-from kgopt.rewrite.sums import Later, LaterNorm, Sum, Waiting, given_later, runs_in_order
+from kgopt.rewrite.sums import (
+    Later,
+    LaterNorm,
+    Sum,
+    Waiting,
+    all_change_nothing,
+    given_later,
+    runs_in_order,
+)
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 
 _SUM = Sum()
@@ -88,7 +96,17 @@ class Modulation:
 
     def now(self, value: Any) -> Any:
         """The tensor."""
-        return value.value() if type(value) is Waiting else value
+        return value.value() if type(value) in (Waiting, maps.Map) else value
+
+    def enlarge(self, function: Any, args: Any, kwargs: Any, owner: Any = None, *between: str) -> Any:
+        """``function(*args, **kwargs)``, an upsampling, or its value for later."""
+        if not all_change_nothing(owner, between):
+            return function(*args, **kwargs)
+        return maps.enlarge(function, *args, **kwargs)
+
+    def of_map(self, module: Any, value: Any) -> Any:
+        """``module(value)``, or a map of its value for later."""
+        return maps.through(module, value)
 
     def through(self, module: Any, value: Any) -> Any:
         """``module(value)``; a module that does nothing lets it wait."""
@@ -101,19 +119,17 @@ class Modulation:
     def times(self, a: Any, b: Any) -> Any:
         """``a * b``."""
         later, other = (a, b) if type(a) is Waiting else (b, a)
-        if type(later) is Waiting:
-            if later.is_plain and later.may_take(other):
-                return Waiting(later.later, other)
-            a, b = self.now(a), self.now(b)
-        return a * b
+        if type(later) is Waiting and (y := _times(later, other)) is not None:
+            return y
+        return self.now(a) * self.now(b)
 
     def times_in_place(self, a: Any, b: Any) -> Any:
         """``a *= b``."""
         if type(a) is Waiting:
-            if a.is_plain and a.may_take(b):
-                return Waiting(a.later, b)
+            if (y := _times(a, b)) is not None:
+                return y
             a = a.value()
-        a *= b
+        a *= self.now(b)
         return a
 
     def plus(self, a: Any, b: Any) -> Any:
@@ -122,8 +138,7 @@ class Modulation:
         if type(later) is Waiting:
             if (y := _plus(later, other)) is not None:
                 return y
-            a, b = self.now(a), self.now(b)
-        return a + b
+        return self.now(a) + self.now(b)
 
     def plus_in_place(self, a: Any, b: Any) -> Any:
         """``a += b``."""
@@ -131,7 +146,7 @@ class Modulation:
             if (y := _plus(a, b)) is not None:
                 return y
             a = a.value()
-        a += b
+        a += self.now(b)
         return a
 
     def addcmul(self, function: Any, shift: Any, a: Any, b: Any) -> Any:
@@ -141,8 +156,9 @@ class Modulation:
             is_known = function is _ADDCMUL and _is_addcmul_untouched() and later.is_plain
             if is_known and later.may_take(other) and later.may_take(shift):
                 return Waiting(later.later, other, shift)
-            a, b = self.now(a), self.now(b)
-        return function(shift, a, b)
+            if is_known and later.may_map(other) and later.may_map(shift):
+                return Waiting(later.later, other, shift, of_maps=True)
+        return function(self.now(shift), self.now(a), self.now(b))
 
     def then(self, act: Any, value: Any, function: Any = None) -> Any:
         """``act(value)``. ``act`` is a module, perhaps a Sequential that begins with one, or calls ``function``."""
@@ -184,11 +200,24 @@ class Modulation:
         return site.run(*operands) if site.ready(*operands) else None
 
 
+def _times(later: Waiting, other: Any) -> Waiting | None:
+    """The product for later; None where it cannot wait."""
+    if later.is_plain and later.may_take(other):
+        return Waiting(later.later, other)
+    if later.is_plain and later.may_map(other):
+        return Waiting(later.later, other, of_maps=True)
+    return None
+
+
 def _plus(later: Waiting, other: Any) -> Any:
     """The sum in one op, or for later; None where neither can be."""
+    if later.of_maps:
+        if later.shift is None and later.may_map(other):
+            return Waiting(later.later, later.factor, other, of_maps=True)
+        return None
     if later.shift is None and later.may_take(other):
         return Waiting(later.later, later.factor, other)
-    if later.is_plain and not isinstance(other, Waiting):
+    if later.is_plain and not isinstance(other, (Waiting, maps.Map)):
         return later.later.plus(other, None)
     return None
 

@@ -35,6 +35,7 @@ from kgopt.rewrite.meanings import describe_method
 from kgopt.rewrite.modulated import Modulation
 from kgopt.rewrite.roles import Path
 from kgopt.rewrite.source.expressions import assign, call_of, evaluated_first
+from kgopt.rewrite.source.maps import Maps
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
 from kgopt.rewrite.source.quiet import is_quiet
@@ -65,9 +66,12 @@ class Modulations:
         if any(self.method.may_catch(node) for node in ast.walk(tree)):
             return  # what handles an error may read the value
         self.of_self = self._from_self()
+        maps = Maps(self.method)
         for root, loop in list(_roots(tree.body)):
             for path in list(self._assignments(root, [])):
                 self._write(path, root is not tree.body, loop)
+        if self.name in self.method.sites:
+            maps.write(self.name)
 
     def _from_self(self) -> set[str]:
         """Local variables that may hold a child: what is assigned to them reads ``self``."""
@@ -262,13 +266,15 @@ class _Paths:
                     return None  # nobody reads it
                 if self._is_harmless(s):
                     continue
-            made = None if id(s) in self.of.written else self._in_place(s, name) or self._read(s, name)
+            is_outer = block is self.method.tree.body
+            made = None if id(s) in self.of.written else self._in_place(s, name) or self._read(s, name, is_outer)
             if made is None:
                 self.stops[id(s)] = block, s, name
                 return None
             self.edits[id(s)] = made
             if made.waits is None:
                 return None
+            name = made.waits
         return name
 
     def _begins_with(self, s: Any, name: str) -> bool:
@@ -302,7 +308,7 @@ class _Paths:
         value = self.of.call("times_in_place" if is_product else "plus_in_place", [load, s.value], s)
         return _Edit(s, value, instead=True, waits=name)
 
-    def _read(self, s: Any, name: str) -> _Edit | None:
+    def _read(self, s: Any, name: str, may_rename: bool = False) -> _Edit | None:
         """A statement that reads the variable once, the last to do so."""
         if not isinstance(s, (ast.Assign, ast.AnnAssign, ast.Return)) or s.value is None:
             return None
@@ -311,7 +317,9 @@ class _Paths:
             return None
         target = None if isinstance(s, ast.Return) else self.method.target(s)
         if not isinstance(s, ast.Return) and target != name:
-            return None  # a path that comes from elsewhere has it under one name
+            # A path that comes from elsewhere has it under one name: all come together in the body itself.
+            if not may_rename or target is None or name in self.of.live.after.get(id(s), {name}):
+                return None
         self.base = loads[0]
         return self._value(s)
 
