@@ -31,9 +31,9 @@ def draw(shape, dtype, channels_last, device, offset=0.0):
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(("shape", "small"), SIZES, ids=str)
 @pytest.mark.parametrize("act", ["none", "relu", "silu", "gelu+tanh"])
-@pytest.mark.parametrize("offset", [0, 30])
-def test_as_good_as_torch(shape, small, act, channels_last, dtype, offset, device):
+def test_as_good_as_torch(shape, small, act, channels_last, dtype, device):
     torch.manual_seed(0)
+    offset = 30 if act == "none" else 0
     x = draw(shape, dtype, channels_last, device, offset)
     scale, shift = (draw((*shape[:2], *small), dtype, channels_last, device) for _ in range(2))
     gamma, beta = (draw(shape[1:2], dtype, False, device) for _ in range(2))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import types
 from typing import Any
 
@@ -39,6 +40,8 @@ _SUM = Sum()
 _KEPT = types.FunctionType, types.BuiltinFunctionType
 _ADDCMUL = torch.addcmul
 _multiplies_as_is = originals.untouched(*originals.methods(("__mul__", "__imul__", "__add__", "__iadd__")))
+VIEWS = "view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "permute", "transpose", "movedim", "contiguous"
+_views_as_is = originals.untouched(*originals.methods(VIEWS))
 _is_addcmul_untouched = originals.untouched((torch, "addcmul"))
 
 
@@ -116,6 +119,17 @@ class Modulation:
             value = value.value()
         return module(value)
 
+    def view(self, value: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        """``value.method(...)``, which moves elements and computes nothing: activations may be computed before."""
+        view = operator.methodcaller(method, *args, **kwargs)
+        return value.viewed(view) if type(value) is Waiting and _views_as_is() else view(self.now(value))
+
+    def view_by(self, function: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """``function(value, ...)``, the same as a function."""
+        if type(value) is Waiting and _views_as_is():
+            return value.viewed(lambda t: function(t, *args, **kwargs))
+        return function(self.now(value), *args, **kwargs)
+
     def times(self, a: Any, b: Any) -> Any:
         """``a * b``."""
         later, other = (a, b) if type(a) is Waiting else (b, a)
@@ -169,6 +183,11 @@ class Modulation:
 
     def _acted(self, act: Any, value: Waiting, function: Any = None) -> Any:
         """What an activation gives, computed with what waits; None where it has to be called."""
+        if value.views:
+            if _is_sequential(act) or activation_of(act) == PRELU:
+                return None  # its slopes lie along a dim that the views may have moved
+            y = self._acted(act, value.without_views(), function)
+            return None if y is None else value.through_views(y)
         if _is_sequential(act):
             modules = list(act._modules.values())
             y = self.then(modules[0], value)

@@ -11,6 +11,7 @@ changes what the module reads.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,24 +109,49 @@ class LaterNorm(Later):
 class Waiting:
     """A norm's value that is not computed yet, times ``factor``, plus ``shift``, where these are not None.
 
-    ``of_maps``: they have a value for each position, or a map of it; without a shift that is no op's.
+    ``of_maps``: they have a value for each position, or a map of it; without a shift that is no op's. ``views`` are
+    then taken of it, one of the other.
     """
 
-    __slots__ = ("factor", "later", "of_maps", "shift")
+    __slots__ = ("factor", "later", "of_maps", "shift", "views")
 
-    def __init__(self, later: LaterNorm, factor: Any = None, shift: Any = None, of_maps: bool = False) -> None:
+    def __init__(
+        self,
+        later: LaterNorm,
+        factor: Any = None,
+        shift: Any = None,
+        of_maps: bool = False,
+        views: tuple[Callable[[Any], Any], ...] = (),
+    ) -> None:
         self.later = later
         self.factor = factor
         self.shift = shift
         self.of_maps = of_maps
+        self.views = views
 
     @property
     def is_plain(self) -> bool:
         """Whether it is the norm's own value."""
-        return self.factor is None and self.shift is None
+        return self.factor is None and self.shift is None and not self.views
+
+    def without_views(self) -> Waiting:
+        """What the views are taken of."""
+        return Waiting(self.later, self.factor, self.shift, self.of_maps)
+
+    def viewed(self, view: Callable[[Any], Any]) -> Waiting:
+        """A view of it."""
+        return Waiting(self.later, self.factor, self.shift, self.of_maps, (*self.views, view))
+
+    def through_views(self, y: Any) -> Any:
+        """The views of a tensor."""
+        for view in self.views:
+            y = view(y)
+        return y
 
     def value(self) -> Any:
         """The tensor."""
+        if self.views:
+            return self.through_views(self.without_views().value())
         if self.is_plain:
             return self.later.value()
         y = self.with_act("none")
@@ -146,14 +172,14 @@ class Waiting:
 
     def may_take(self, operand: Any) -> bool:
         """Whether the op can multiply with, or add, an operand."""
-        if self.of_maps or type(operand) is Map:
+        if self.of_maps or self.views or type(operand) is Map:
             return False
         return self.later.site.may_modulate(self.later.module, self.later.x, operand)
 
 
     def may_map(self, operand: Any) -> bool:
         """The same of an operand with a value for each position."""
-        return self.later.site.may_map(self.later.module, self.later.x, operand)
+        return not self.views and self.later.site.may_map(self.later.module, self.later.x, operand)
 
 
 def given_later(module: Any, args: tuple[Any, ...], owner: Any = None, *between: str) -> Any:

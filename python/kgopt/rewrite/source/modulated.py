@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,7 @@ import torch
 
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.meanings import describe_method
-from kgopt.rewrite.modulated import Modulation
+from kgopt.rewrite.modulated import VIEWS, Modulation
 from kgopt.rewrite.roles import Path
 from kgopt.rewrite.source.expressions import assign, call_of, evaluated_first
 from kgopt.rewrite.source.maps import Maps
@@ -331,7 +332,7 @@ class _Paths:
         noted = self.is_scaled, self.is_shifted, self.is_acted, self.act
         whole: ast.expr = self.base
         made = self._waiting(whole)
-        while isinstance(parent := parents[whole], ast.expr):
+        while isinstance(parent := _around(whole, parents), ast.expr):
             larger = self._waiting(parent)
             if larger is None:
                 break
@@ -340,8 +341,6 @@ class _Paths:
         self.is_scaled, self.is_shifted, self.is_acted, self.between = before  # of what was tried
         made = self._waiting(whole)
         assert made is not None
-        if isinstance(parent, ast.Attribute) and isinstance(parents[parent], ast.Call):
-            parent = parents[parent]  # of a method
         act = self._act(parent, whole) if isinstance(parent, ast.expr) else None
         in_place = isinstance(self.base, ast.Name)
         if act is not None:
@@ -382,6 +381,8 @@ class _Paths:
             self._note(isinstance(e.op, ast.Mult))
             method = "times" if isinstance(e.op, ast.Mult) else "plus"
             return self.of.call(method, [left or e.left, right or e.right], e)
+        if isinstance(e, ast.Call) and (view := self._view(e)) is not None:
+            return view
         if not isinstance(e, ast.Call) or e.keywords:
             return None
         path = self.method.path(e.func)
@@ -405,6 +406,26 @@ class _Paths:
             self.is_scaled = self.is_shifted = True
             return self.of.call("addcmul", [e.func, *(p or a for p, a in zip(parts, e.args, strict=True))], e)
         return None
+
+    def _view(self, e: ast.Call) -> ast.expr | None:
+        """A view of a value that may wait, by a method or a function; None for any other call."""
+        is_method = isinstance(e.func, ast.Attribute) and any(n is self.base for n in ast.walk(e.func.value))
+        if is_method and e.func.attr in VIEWS:  # type: ignore[attr-defined]
+            source, rest, first = e.func.value, e.args, ast.Constant(e.func.attr)  # type: ignore[attr-defined]
+        elif e.args and not is_method and _moves(self.method.function(e.func)):
+            source, rest, first = e.args[0], e.args[1:], e.func
+        else:
+            return None
+        inner = self._waiting(source)
+        others = [*rest, *(word.value for word in e.keywords)]
+        if inner is None or any(word.arg is None for word in e.keywords):
+            return None
+        if not all(is_quiet(self.method, o, self.between) for o in others):
+            return None
+        made = self.of.call("view", [inner, first, *rest], e) if is_method else None
+        made = made or self.of.call("view_by", [first, inner, *rest], e)
+        made.keywords = copy.deepcopy(e.keywords)
+        return made
 
     def _note(self, is_product: bool) -> None:
         if is_product:
@@ -493,6 +514,22 @@ class _Paths:
 
 
 _BEGINS = "begin", "begin_with", "step"
+
+
+def _around(e: ast.expr, parents: dict[ast.AST, ast.AST]) -> ast.AST:
+    """What an expression is a part of: the call, where it is what a method is called of."""
+    parent = parents[e]
+    return parents[parent] if isinstance(parent, ast.Attribute) and isinstance(parents[parent], ast.Call) else parent
+
+
+_MOVES = torch.flatten, torch.unflatten, torch.reshape, torch.permute, torch.transpose, torch.movedim, torch.squeeze
+
+
+def _moves(function: Any) -> bool:
+    """A function that gives the elements of its first argument in other dims."""
+    if isinstance(function, types.FunctionType) and function.__name__ == "rearrange":
+        return function.__module__.partition(".")[0] == "einops"
+    return any(function is f for f in (*_MOVES, torch.unsqueeze))
 
 
 def _is_begin(node: ast.AST, name: str) -> bool:
