@@ -70,3 +70,9 @@ def test_what_it_refuses(small, device):
     for maps in ((map, fits), (fits, map)):
         with pytest.raises(RuntimeError, match="has shape"):
             OPS.group_norm_maps(x, None, *maps, 2)
+    with pytest.raises(RuntimeError, match="has dtype"):
+        OPS.group_norm_maps(x, None, fits.double(), fits, 2)
+    with pytest.raises(RuntimeError, match="has shape"):
+        OPS.group_norm_maps(x, None, fits, fits[..., :1].contiguous(), 2)
+    with pytest.raises(RuntimeError, match="shape"):
+        OPS.group_norm_maps(x[0, 0], None, x[0, 0], x[0, 0], 2)

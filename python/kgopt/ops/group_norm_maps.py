@@ -28,6 +28,20 @@ def _formula(
     return as_x_lies(reference.activation_ref(z, act), x)
 
 
+def _check(name: str, map: Tensor, x: Tensor) -> None:
+    """As the CUDA file does."""
+    if map.dtype is not x.dtype or map.device != x.device:
+        raise RuntimeError(
+            f"group_norm_maps: {name} has dtype {map.dtype} on {map.device}, expected x's, {x.dtype} on {x.device}"
+        )
+    fits = x.dim() in (4, 5) and map.dim() == x.dim() and map.shape[:2] == x.shape[:2]
+    if not fits or any(s == 0 or of_x % s for s, of_x in zip(map.shape[2:], x.shape[2:], strict=True)):
+        raise RuntimeError(
+            f"group_norm_maps: {name} has shape {list(map.shape)}, expected that of x, {list(x.shape)}, or divisors of "
+            "its sizes behind the channels"
+        )
+
+
 def _on_cpu(
     x: Tensor,
     moments: Tensor | None,
@@ -41,12 +55,11 @@ def _on_cpu(
 ) -> Tensor:
     """By the norm's kernel, and PyTorch's passes."""
     for name, map in (("scale", scale), ("shift", shift)):
-        fits = map.dim() == x.dim() and map.shape[:2] == x.shape[:2]
-        if not fits or any(s == 0 or of_x % s for s, of_x in zip(map.shape[2:], x.shape[2:], strict=True)):
-            raise RuntimeError(
-                f"group_norm_maps: {name} has shape {list(map.shape)}, expected that of x, {list(x.shape)}, or divisors "
-                "of its sizes behind the channels"
-            )
+        _check(name, map, x)
+    if scale.shape != shift.shape:
+        raise RuntimeError(
+            f"group_norm_maps: shift has shape {list(shift.shape)}, expected that of scale, {list(scale.shape)}"
+        )
     z = OPS.group_norm(x, num_groups, weight, bias, eps)
     z = wide(z).mul(reference.enlarged(scale, x)).add_(reference.enlarged(shift, x))
     return as_x_lies(OPS.activation(z, act), x)

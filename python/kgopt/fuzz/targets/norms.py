@@ -114,8 +114,8 @@ def _maps_draw(d: Draw) -> tuple[Tensors, Args]:
     tensors, args = norm_draw(least=4)(d)
     shape = tensors["x"]["shape"]
     small = [d.rng.choice([f for f in range(1, s + 1) if s % f == 0] or [1]) for s in shape[2:]]
-    for name in ("scale", "shift"):
-        tensors[name] = d.tensor([*shape[:2], *small])
+    for name in ("scale", "shift"):  # plain: infinity times a norm's zero, which may be rounding, is anything
+        tensors[name] = d.tensor([*shape[:2], *small], plain=True)
     return tensors, args
 
 
