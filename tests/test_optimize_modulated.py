@@ -451,3 +451,11 @@ def test_a_product_behind_views(done):
     x, scale = torch.randn(2, C, 3, 4, 5, dtype=torch.float64), torch.randn(2, 3, 1, 1, 1, dtype=torch.float64)
     assert torch.allclose(model(x, scale), original(x, scale), rtol=1e-12)
     assert not done
+
+
+@pytest.mark.parametrize("make", [Frames, lambda: Frames("movedim"), BehindFrames])
+def test_views_in_compiled_code(make):
+    original, model = pair(make)
+    x = torch.randn(2, C, 3, 4, 5, dtype=torch.float64)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(x), original(x), rtol=1e-12)

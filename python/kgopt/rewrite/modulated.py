@@ -40,7 +40,18 @@ _SUM = Sum()
 _KEPT = types.FunctionType, types.BuiltinFunctionType
 _ADDCMUL = torch.addcmul
 _multiplies_as_is = originals.untouched(*originals.methods(("__mul__", "__imul__", "__add__", "__iadd__")))
-VIEWS = "view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "permute", "transpose", "movedim", "contiguous"
+VIEWS = (
+    "view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "flatten",
+    "unflatten",
+    "permute",
+    "transpose",
+    "movedim",
+    "contiguous",
+)
 _views_as_is = originals.untouched(*originals.methods(VIEWS))
 _is_addcmul_untouched = originals.untouched((torch, "addcmul"))
 
@@ -148,10 +159,11 @@ class Modulation:
 
     def plus(self, a: Any, b: Any) -> Any:
         """``a + b``."""
+        if type(a) is Waiting and type(b) is Waiting:  # a shift may be a norm's value itself
+            a, b = (a, b.value()) if a.of_maps else (a.value(), b) if b.of_maps else (a, b)
         later, other = (a, b) if type(a) is Waiting else (b, a)
-        if type(later) is Waiting:
-            if (y := _plus(later, other)) is not None:
-                return y
+        if type(later) is Waiting and (y := _plus(later, other)) is not None:
+            return y
         return self.now(a) + self.now(b)
 
     def plus_in_place(self, a: Any, b: Any) -> Any:

@@ -432,7 +432,10 @@ class Site:
         return t.dtype is x.dtype and t.device == x.device
 
     def run_maps(self, norm: Any, x: Tensor, factor: Any, shift: Any, act: str = "none") -> Tensor | None:
-        """``act(norm(x) * factor + shift)`` in one op, where :meth:`may_map` said yes of both; None without arguments."""
+        """``act(norm(x) * factor + shift)`` in one op, where :meth:`may_map` said yes of both.
+
+        None where PyTorch's norm must see x.
+        """
         n = norm_args(norm, x)
         if n is None:
             return None

@@ -176,7 +176,6 @@ class Waiting:
             return False
         return self.later.site.may_modulate(self.later.module, self.later.x, operand)
 
-
     def may_map(self, operand: Any) -> bool:
         """The same of an operand with a value for each position."""
         return not self.views and self.later.site.may_map(self.later.module, self.later.x, operand)
@@ -328,6 +327,7 @@ class Sum(Behind):
 
 
 def all_change_nothing(owner: Any, names: tuple[str, ...]) -> bool:
+    """Whether children of ``owner`` may be called while something waits: they write nowhere, and nobody looks on."""
     return not names or all(_changes_nothing(getattr(owner, name, None)) for name in names)
 
 

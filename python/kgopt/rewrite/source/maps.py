@@ -87,6 +87,10 @@ class Maps:
     def write(self, site: str) -> None:
         """Has what a norm's value is multiplied with wait, and all else ask for the tensor."""
         for u in self.found:
+            for s in list(u.of_maps):
+                if not self._child_of(s.value, u.names):  # a norm's value, which waits in its own way
+                    u.of_maps.remove(s)
+                    u.names.discard(str(self.method.target(s)))
             writer = _Writer(self, u, site)
             behind = self._behind(u.statement)
             if not any(writer.takes(node) for s in behind for node in ast.walk(s)):
@@ -108,7 +112,7 @@ class _Writer(ast.NodeTransformer):
         self.of, self.u, self.site = of, u, site
 
     def _is_operand(self, e: ast.AST) -> bool:
-        return isinstance(e, ast.Name) and e.id in self.u.names or self.of._child_of(e, self.u.names)
+        return (isinstance(e, ast.Name) and e.id in self.u.names) or self.of._child_of(e, self.u.names)
 
     def takes(self, node: ast.AST) -> bool:
         """Whether a call multiplies with, or adds, what may be a map."""
@@ -121,19 +125,19 @@ class _Writer(ast.NodeTransformer):
     def _operand(self, e: ast.expr) -> ast.expr:
         return call_of(self.site, "of_map", [e.func, e.args[0]], e) if isinstance(e, ast.Call) else e
 
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:  # noqa: N802
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
         if any(node is s for s in self.u.of_maps):
             node.value = self._operand(node.value)
             return node
         return self.generic_visit(node)
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         if not self.takes(node):
             return self.generic_visit(node)
         node.args = [self._operand(a) if self._is_operand(a) else self.visit(a) for a in node.args]
         return node
 
-    def visit_Name(self, node: ast.Name) -> ast.AST:  # noqa: N802
+    def visit_Name(self, node: ast.Name) -> ast.AST:
         if not isinstance(node.ctx, ast.Load) or node.id not in self.u.names:
             return node
         return call_of(self.site, "now", [node], node)

@@ -244,9 +244,10 @@ class _Paths:
                     return None
                 self.stops[id(s)] = block, s, name
                 return None
-            if id(s) in self.of.written and name in reads(
-                s
-            ):  # what another norm's value does here, this one's does, too
+            if id(s) in self.of.written and name in reads(s) and not _is_operand(s, name, self.of.name):
+                self.stops[id(s)] = block, s, name  # ``1 + gamma``, inside of what another norm's value takes
+                return None
+            if id(s) in self.of.written and name in reads(s):  # what another's value does here, this one's does, too
                 self.between += self.of.beside.get(id(s), [])
                 waits = self.of.written[id(s)]
                 self.is_scaled = self.is_scaled or id(s) not in self.of.nows
@@ -317,10 +318,10 @@ class _Paths:
         if len(loads) != 1 or not any(n is loads[0] for n in _outside_scopes(s.value)):
             return None
         target = None if isinstance(s, ast.Return) else self.method.target(s)
-        if not isinstance(s, ast.Return) and target != name:
-            # A path that comes from elsewhere has it under one name: all come together in the body itself.
-            if not may_rename or target is None or name in self.of.live.after.get(id(s), {name}):
-                return None
+        # A path that comes from elsewhere has it under one name: all come together in the body itself.
+        may_rename = may_rename and target is not None and name not in self.of.live.after.get(id(s), {name})
+        if not isinstance(s, ast.Return) and target != name and not may_rename:
+            return None
         self.base = loads[0]
         return self._value(s)
 
@@ -411,7 +412,8 @@ class _Paths:
         """A view of a value that may wait, by a method or a function; None for any other call."""
         is_method = isinstance(e.func, ast.Attribute) and any(n is self.base for n in ast.walk(e.func.value))
         if is_method and e.func.attr in VIEWS:  # type: ignore[attr-defined]
-            source, rest, first = e.func.value, e.args, ast.Constant(e.func.attr)  # type: ignore[attr-defined]
+            source, rest = e.func.value, e.args  # type: ignore[attr-defined]
+            first: ast.expr = ast.Constant(e.func.attr)  # type: ignore[attr-defined]
         elif e.args and not is_method and _moves(self.method.function(e.func)):
             source, rest, first = e.args[0], e.args[1:], e.func
         else:
@@ -536,6 +538,25 @@ def _is_begin(node: ast.AST, name: str) -> bool:
     function = node.func if isinstance(node, ast.Call) else None
     of = function.value if isinstance(function, ast.Attribute) and function.attr in _BEGINS else None
     return isinstance(of, ast.Name) and of.id == name
+
+
+# Methods of a site that take what waits as an argument.
+_TAKE = {
+    *("times", "plus", "times_in_place", "plus_in_place", "addcmul"),
+    *("now", "then", "through", "step", "view", "view_by"),
+}
+
+
+def _is_operand(s: ast.stmt, name: str, site: str) -> bool:
+    """Whether all that reads a variable in a statement are such methods."""
+    taken = set()
+    for node in ast.walk(s):
+        function = node.func if isinstance(node, ast.Call) else None
+        of = function.value if isinstance(function, ast.Attribute) and function.attr in _TAKE else None
+        if isinstance(of, ast.Name) and of.id.startswith(site):
+            taken |= {id(a) for a in node.args}  # type: ignore[attr-defined]
+    loads = [n for n in ast.walk(s) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+    return all(id(n) in taken for n in loads)
 
 
 def _become(s: ast.stmt, other: ast.Assign) -> None:
