@@ -227,7 +227,7 @@ def expected(call: Call) -> tuple[list[str], int]:
     reader = sole(last)
     if reader is not None and reader.maps and (then := sole(reader)) is not None and then.sum:
         found += ["scale of each position", "shift of each position"]
-        last = then
+        last, total = then, id(then)  # the shift may be another norm's value
     reader = sole(last)
     while reader is not None and reader.modulates and len(found) < 2:
         found += ["scale or shift"] * reader.modulates

@@ -172,6 +172,11 @@ class Resnet(nn.Module):
         return self.conv(h)
 
 
+class NormedResnet(Resnet):
+    def __init__(self):
+        super().__init__(NormedSpade)
+
+
 SMALL, LARGE = (3, 2), (6, 8)
 FORMS = {
     SpatialNorm: [(SMALL, SMALL, "none")],
@@ -181,6 +186,7 @@ FORMS = {
     Spade: [(LARGE, LARGE, "none")],
     Resnet: [(SMALL, SMALL, "silu")],
     NormedSpade: [(LARGE, LARGE, "none")],
+    NormedResnet: [(LARGE, LARGE, "silu")],
     FactorAlone: [],
     Written: [(LARGE, LARGE, "none")],
     Kept: [(LARGE, LARGE, "none")],

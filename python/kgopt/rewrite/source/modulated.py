@@ -548,8 +548,8 @@ _TAKE = {
 
 
 def _is_operand(s: ast.stmt, name: str, site: str) -> bool:
-    """Whether all that reads a variable in a statement are such methods."""
-    taken = set()
+    """Whether all that reads a variable in a statement are such methods, or it is returned as it is."""
+    taken = {id(s.value)} if isinstance(s, ast.Return) else set()
     for node in ast.walk(s):
         function = node.func if isinstance(node, ast.Call) else None
         of = function.value if isinstance(function, ast.Attribute) and function.attr in _TAKE else None
