@@ -49,6 +49,11 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "group_norm_fwd(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
       "str act=\"none\", str pre_act=\"none\") -> (Tensor, Tensor, Tensor)");
+  // act(group_norm(x) * scale + shift), where scale and shift are as nearest upsampling by whole factors would repeat
+  // them.
+  m.def(
+      "group_norm_maps(Tensor x, Tensor? moments, Tensor scale, Tensor shift, int num_groups, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-5, str act=\"none\") -> Tensor");
   // act(group_norm(x) + residual).
   m.def(
       "group_norm_add(Tensor x, Tensor residual, int num_groups, Tensor? weight=None, Tensor? bias=None, "

@@ -36,6 +36,7 @@ from kgopt._scale_shift import fits
 from kgopt.rewrite import sites
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.meanings import describe_function
+from kgopt.rewrite.modulated import VIEWS
 from peers.library import Peer, offline
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coverage.md"
@@ -103,6 +104,18 @@ class Call:
         whole = [a for a in given if tuple(a.shape) == self.shape]
         rest = [a for a in given if a.dim() == len(self.shape) and fits(a, whole[0])] if len(whole) == 1 else []
         return len(rest) if len(self.shape) > 2 and len(rest) == len(given) - 1 == len(self.args) - 1 else 0
+
+    @property
+    def maps(self) -> bool:
+        """A product with a tensor of one value for each position."""
+        if self.name not in _PRODUCTS or len(self.inputs) != 2 or len(self.shape) not in (4, 5):
+            return False
+        return all(isinstance(a, Tensor) and tuple(a.shape) == self.shape for a in self.args[:2])
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it gives the same elements in other dims."""
+        return self.name in VIEWS and len(self.inputs) == 1
 
 
 UNREAD = object()
@@ -212,6 +225,10 @@ def expected(call: Call) -> tuple[list[str], int]:
         return c.readers[0] if len(c.readers) == 1 else None
 
     reader = sole(last)
+    if reader is not None and reader.maps and (then := sole(reader)) is not None and then.sum:
+        found += ["scale of each position", "shift of each position"]
+        last, total = then, id(then)  # the shift may be another norm's value
+    reader = sole(last)
     while reader is not None and reader.modulates and len(found) < 2:
         found += ["scale or shift"] * reader.modulates
         last = reader
@@ -219,8 +236,12 @@ def expected(call: Call) -> tuple[list[str], int]:
     if not found and reader is not None and reader.sum:
         found.append("sum")
         last, total = reader, id(reader)
-    while (reader := sole(last)) is not None and reader.act and not last.is_prelu:
-        if reader.is_prelu and last.act:
+    viewed = False
+    while (reader := sole(last)) is not None and not last.is_prelu:
+        if reader.is_view:
+            viewed, last = True, reader
+            continue
+        if not reader.act or (reader.is_prelu and (last.act or viewed)):
             break
         found.append(reader.name)
         last = reader
@@ -248,6 +269,7 @@ def norms_of(calls: list[Call]) -> list[Norm]:
 def recording(ran: list[tuple[Any, int]]) -> Iterator[None]:
     """``ran`` gets the norm of each site that kgopt's ops compute, and how many operations beside it."""
     run, run_added, run_modulated = sites.Site.run, sites.Site.run_added, sites.Site.run_modulated
+    run_maps = sites.Site.run_maps
 
     def count(text: str) -> int:
         return 0 if text == "none" else text.count("+") + 1
@@ -268,12 +290,20 @@ def recording(ran: list[tuple[Any, int]]) -> Iterator[None]:
             ran.append((norm, (factor is not None) + (shift is not None) + count(act)))
         return y
 
+    def recorded_maps(self: Any, norm: Any, x: Any, factor: Any, shift: Any, act: str = "none") -> Any:
+        y = run_maps(self, norm, x, factor, shift, act)
+        if y is not None:
+            ran.append((norm, 2 + count(act)))
+        return y
+
     sites.Site.run, sites.Site.run_added = recorded_run, recorded_added  # type: ignore[method-assign]
+    sites.Site.run_maps = recorded_maps  # type: ignore[method-assign]
     sites.Site.run_modulated = recorded_modulated  # type: ignore[method-assign]
     try:
         yield
     finally:
         sites.Site.run, sites.Site.run_added = run, run_added  # type: ignore[method-assign]
+        sites.Site.run_maps = run_maps  # type: ignore[method-assign]
         sites.Site.run_modulated = run_modulated  # type: ignore[method-assign]
 
 

@@ -67,6 +67,8 @@ def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=
         ("conv_add_moments", (x3, w3, b, None, [1, 1, 1], [1, 1, 1], [1, 1, 1], [0, 0, 0], 1, False, 1.0, "silu"), {}),
         # eps: under vmap, moments are drawn with a negative factor too.
         ("group_norm_moments", (x2, moments, 2, g4, b4, 10.0, "silu"), {}),
+        ("group_norm_maps", (x2, None, rand(2, 4, 3, 5), rand(2, 4, 3, 5), 2, g4, b4, 1e-5, "silu"), {}),
+        ("group_norm_maps", (x3, None, rand(2, 4, 5, 3, 1), rand(2, 4, 5, 3, 1), 2), {}),
         ("group_norm_conv1x1", (x2, None, 2, g4, b4, 1e-5, "silu", rand(3, 4, 1, 1), None), {}),
         (
             "group_norm_conv",

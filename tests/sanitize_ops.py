@@ -373,6 +373,10 @@ def fused_convolution_cases() -> None:
         label = f"{dtype} {channels} to {out}"
         call = lambda x, m, g, b: ops.group_norm_moments(x, m, 8, g, b, 1e-5, "silu")  # noqa: E731
         run(f"group_norm_moments {label}", x, moments, gamma, beta, backward=False, call=call)
+        small = [1 if s % 2 else s // 2 for s in x.shape[2:]]  # maps of which a position stands for several of x
+        maps = [torch.randn(*x.shape[:2], *small, device=x.device, dtype=x.dtype) for _ in range(2)]
+        call = lambda x, s, t: ops.group_norm_maps(x, None, s, t, 8, act="silu")  # noqa: E731
+        run(f"group_norm_maps {label}", x, *maps, backward=False, call=call)
         if "--own-kernels" in sys.argv and (out > 4 or channels == 24):
             continue  # cuDNN's convolution
         call = lambda x, m, w, b: ops.group_norm_conv1x1(x, m, 8, None, None, 1e-5, "relu", w, b)  # noqa: E731

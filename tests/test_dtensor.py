@@ -42,6 +42,7 @@ SHARDED_BY_CHANNELS = {  # whose result stays so
     "group_stats_backward": ["S1"],
     "group_norm": ["S1"],
     "group_norm_moments": ["S1"],
+    "group_norm_maps": ["S1"],
     "group_norm_fwd": ["S1", "S1", "S1"],
     "group_norm_add": ["S1"],
     "group_norm_add_fwd": ["S1", "S1", "S1"],

@@ -357,3 +357,105 @@ def test_diffusers_blocks(done):
     for mine, theirs, right in zip(run(model, *given), run(block, *given), exact, strict=True):
         assert_as_good_as_torch(mine, theirs, right, factor=3)
     assert done == [(True, True, "silu")]
+
+
+class Frames(nn.Module):
+    """A norm for each frame of a video; the activation follows when it is a video again."""
+
+    def __init__(self, back="unflatten"):
+        super().__init__()
+        self.norm, self.act, self.back, self.by_frame = nn.GroupNorm(2, C), nn.SiLU(), back, True
+
+    def forward(self, x):
+        if self.by_frame:
+            n = x.size(0)
+            x = x.permute(0, 2, 1, 3, 4).flatten(0, 1)
+            x = self.norm(x)
+            if self.back == "unflatten":
+                x = x.unflatten(0, (n, -1)).permute(0, 2, 1, 3, 4)
+            elif self.back == "reshape":
+                x = x.reshape(n, -1, *x.shape[1:]).transpose(1, 2)
+            else:
+                x = torch.movedim(torch.unflatten(x, 0, (n, -1)), 2, 1).contiguous()
+        else:
+            x = self.norm(x)
+        x = self.act(x)
+        return x
+
+
+class FramesNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(1, C)
+
+    def forward(self, x):
+        frames = x.permute(0, 2, 1, 3, 4).flatten(0, 1)
+        frames = self.norm(frames)
+        return frames.unflatten(0, (x.size(0), -1)).permute(0, 2, 1, 3, 4)
+
+
+class BehindFrames(nn.Module):
+    def __init__(self, act=torch.nn.functional.silu):
+        super().__init__()
+        self.norm, self.act = FramesNorm(), act
+
+    def forward(self, x):
+        h = self.norm(x)
+        h = self.act(h)
+        return h
+
+
+class ScaledFrames(Frames):
+    """What follows the views is no activation, and looks at their dims."""
+
+    def forward(self, x, scale):
+        x = self.norm(x.transpose(1, 2).flatten(0, 1))
+        x = x.unflatten(0, (2, -1))
+        x = x * scale
+        return self.act(x)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("make", "fused"),
+    [
+        (Frames, True),
+        (lambda: Frames("movedim"), True),
+        (lambda: Frames("reshape"), False),  # it asks for the value's sizes
+        (BehindFrames, True),
+        (lambda: BehindFrames(nn.Sequential(nn.SiLU(), nn.Conv3d(C, C, 1))), False),
+        (lambda: BehindFrames(nn.PReLU(C)), False),
+    ],
+)
+def test_an_activation_behind_views(make, fused, last, monkeypatch):
+    original, model = pair(make)
+    x = torch.randn(2, C, 3, 4, 5, dtype=torch.float64)
+    x = x.contiguous(memory_format=torch.channels_last_3d) if last else x
+    seen = []
+    chosen = sites.Site._chosen
+    monkeypatch.setattr(sites.Site, "_chosen", lambda s, *args: seen.append(s.chain.post) or chosen(s, *args))
+    y, expected = model(x), original(x)
+    assert torch.allclose(y, expected, rtol=1e-12)
+    assert y.stride() == expected.stride()
+    assert ("silu" in seen) == fused
+    for mine, theirs in zip(
+        torch.autograd.grad(y.square().sum(), list(model.parameters())),
+        torch.autograd.grad(expected.square().sum(), list(original.parameters())),
+        strict=True,
+    ):
+        assert torch.allclose(mine, theirs, rtol=1e-9)
+
+
+def test_a_product_behind_views(done):
+    original, model = pair(ScaledFrames)
+    x, scale = torch.randn(2, C, 3, 4, 5, dtype=torch.float64), torch.randn(2, 3, 1, 1, 1, dtype=torch.float64)
+    assert torch.allclose(model(x, scale), original(x, scale), rtol=1e-12)
+    assert not done
+
+
+@pytest.mark.parametrize("make", [Frames, lambda: Frames("movedim"), BehindFrames])
+def test_views_in_compiled_code(make):
+    original, model = pair(make)
+    x = torch.randn(2, C, 3, 4, 5, dtype=torch.float64)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(x), original(x), rtol=1e-12)

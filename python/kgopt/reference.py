@@ -288,6 +288,29 @@ def group_norm_add_ref(
     return activation_ref(F.group_norm(x, num_groups, weight, bias, eps) + residual, act)
 
 
+def enlarged(map: Tensor, x: Tensor) -> Tensor:
+    """A map with each position repeated along the dims of x, whose sizes behind the channels its own divide."""
+    for d in range(2, x.dim()):
+        factor = x.shape[d] // map.shape[d]
+        map = map if factor == 1 else map.repeat_interleave(factor, d)
+    return map
+
+
+def group_norm_maps_ref(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    act: str = "none",
+) -> Tensor:
+    """``act(GroupNorm(x) * scale + shift)`` of upsampled maps (Park et al. 2019; Zheng et al. 2022)."""
+    z = F.group_norm(x, num_groups, weight, bias, eps)
+    return activation_ref(z * enlarged(scale, x) + enlarged(shift, x), act)
+
+
 def group_norm_prelu_ref(
     x: Tensor,
     slope: Tensor,

@@ -12,25 +12,47 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import types
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kgopt.rewrite import originals
+from kgopt.rewrite import maps, originals
 from kgopt.rewrite.chain import PRELU, Chain
 from kgopt.rewrite.glue import plans
 from kgopt.rewrite.meanings import activation_of, activation_of_function, untouched
 from kgopt.rewrite.modules import does_nothing, is_as_is, runs_like_sequential
 from kgopt.rewrite.sites import Site
-from kgopt.rewrite.sums import Later, LaterNorm, Sum, Waiting, given_later, runs_in_order
+from kgopt.rewrite.sums import (
+    Later,
+    LaterNorm,
+    Sum,
+    Waiting,
+    all_change_nothing,
+    given_later,
+    runs_in_order,
+)
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 
 _SUM = Sum()
 _KEPT = types.FunctionType, types.BuiltinFunctionType
 _ADDCMUL = torch.addcmul
 _multiplies_as_is = originals.untouched(*originals.methods(("__mul__", "__imul__", "__add__", "__iadd__")))
+VIEWS = (
+    "view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "flatten",
+    "unflatten",
+    "permute",
+    "transpose",
+    "movedim",
+    "contiguous",
+)
+_views_as_is = originals.untouched(*originals.methods(VIEWS))
 _is_addcmul_untouched = originals.untouched((torch, "addcmul"))
 
 
@@ -88,7 +110,17 @@ class Modulation:
 
     def now(self, value: Any) -> Any:
         """The tensor."""
-        return value.value() if type(value) is Waiting else value
+        return value.value() if type(value) in (Waiting, maps.Map) else value
+
+    def enlarge(self, function: Any, args: Any, kwargs: Any, owner: Any = None, *between: str) -> Any:
+        """``function(*args, **kwargs)``, an upsampling, or its value for later."""
+        if not all_change_nothing(owner, between):
+            return function(*args, **kwargs)
+        return maps.enlarge(function, *args, **kwargs)
+
+    def of_map(self, module: Any, value: Any) -> Any:
+        """``module(value)``, or a map of its value for later."""
+        return maps.through(module, value)
 
     def through(self, module: Any, value: Any) -> Any:
         """``module(value)``; a module that does nothing lets it wait."""
@@ -98,32 +130,41 @@ class Modulation:
             value = value.value()
         return module(value)
 
+    def view(self, value: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        """``value.method(...)``, which moves elements and computes nothing: activations may be computed before."""
+        view = operator.methodcaller(method, *args, **kwargs)
+        return value.viewed(view) if type(value) is Waiting and _views_as_is() else view(self.now(value))
+
+    def view_by(self, function: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """``function(value, ...)``, the same as a function."""
+        if type(value) is Waiting and _views_as_is():
+            return value.viewed(lambda t: function(t, *args, **kwargs))
+        return function(self.now(value), *args, **kwargs)
+
     def times(self, a: Any, b: Any) -> Any:
         """``a * b``."""
         later, other = (a, b) if type(a) is Waiting else (b, a)
-        if type(later) is Waiting:
-            if later.is_plain and later.may_take(other):
-                return Waiting(later.later, other)
-            a, b = self.now(a), self.now(b)
-        return a * b
+        if type(later) is Waiting and (y := _times(later, other)) is not None:
+            return y
+        return self.now(a) * self.now(b)
 
     def times_in_place(self, a: Any, b: Any) -> Any:
         """``a *= b``."""
         if type(a) is Waiting:
-            if a.is_plain and a.may_take(b):
-                return Waiting(a.later, b)
+            if (y := _times(a, b)) is not None:
+                return y
             a = a.value()
-        a *= b
+        a *= self.now(b)
         return a
 
     def plus(self, a: Any, b: Any) -> Any:
         """``a + b``."""
+        if type(a) is Waiting and type(b) is Waiting:  # a shift may be a norm's value itself
+            a, b = (a, b.value()) if a.of_maps else (a.value(), b) if b.of_maps else (a, b)
         later, other = (a, b) if type(a) is Waiting else (b, a)
-        if type(later) is Waiting:
-            if (y := _plus(later, other)) is not None:
-                return y
-            a, b = self.now(a), self.now(b)
-        return a + b
+        if type(later) is Waiting and (y := _plus(later, other)) is not None:
+            return y
+        return self.now(a) + self.now(b)
 
     def plus_in_place(self, a: Any, b: Any) -> Any:
         """``a += b``."""
@@ -131,7 +172,7 @@ class Modulation:
             if (y := _plus(a, b)) is not None:
                 return y
             a = a.value()
-        a += b
+        a += self.now(b)
         return a
 
     def addcmul(self, function: Any, shift: Any, a: Any, b: Any) -> Any:
@@ -141,8 +182,9 @@ class Modulation:
             is_known = function is _ADDCMUL and _is_addcmul_untouched() and later.is_plain
             if is_known and later.may_take(other) and later.may_take(shift):
                 return Waiting(later.later, other, shift)
-            a, b = self.now(a), self.now(b)
-        return function(shift, a, b)
+            if is_known and later.may_map(other) and later.may_map(shift):
+                return Waiting(later.later, other, shift, of_maps=True)
+        return function(self.now(shift), self.now(a), self.now(b))
 
     def then(self, act: Any, value: Any, function: Any = None) -> Any:
         """``act(value)``. ``act`` is a module, perhaps a Sequential that begins with one, or calls ``function``."""
@@ -153,6 +195,11 @@ class Modulation:
 
     def _acted(self, act: Any, value: Waiting, function: Any = None) -> Any:
         """What an activation gives, computed with what waits; None where it has to be called."""
+        if value.views:
+            if _is_sequential(act) or activation_of(act) == PRELU:
+                return None  # its slopes lie along a dim that the views may have moved
+            y = self._acted(act, value.without_views(), function)
+            return None if y is None else value.through_views(y)
         if _is_sequential(act):
             modules = list(act._modules.values())
             y = self.then(modules[0], value)
@@ -184,11 +231,24 @@ class Modulation:
         return site.run(*operands) if site.ready(*operands) else None
 
 
+def _times(later: Waiting, other: Any) -> Waiting | None:
+    """The product for later; None where it cannot wait."""
+    if later.is_plain and later.may_take(other):
+        return Waiting(later.later, other)
+    if later.is_plain and later.may_map(other):
+        return Waiting(later.later, other, of_maps=True)
+    return None
+
+
 def _plus(later: Waiting, other: Any) -> Any:
     """The sum in one op, or for later; None where neither can be."""
+    if later.of_maps:
+        if later.shift is None and later.may_map(other):
+            return Waiting(later.later, later.factor, other, of_maps=True)
+        return None
     if later.shift is None and later.may_take(other):
         return Waiting(later.later, later.factor, other)
-    if later.is_plain and not isinstance(other, Waiting):
+    if later.is_plain and not isinstance(other, (Waiting, maps.Map)):
         return later.later.plus(other, None)
     return None
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kgopt import _scale_shift
 from kgopt import ops as ops
 from kgopt._layout import as_channels_last
-from kgopt.rewrite import carry, channels, originals, policy, recompute, watching
+from kgopt.rewrite import carry, channels, maps, originals, policy, recompute, watching
 from kgopt.rewrite.arguments import channels_of, conv_args, fits, is_plain, keeps_format, norm_args, slope_of
 from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, PRELU, Chain
 from kgopt.rewrite.disguise import original_class
@@ -414,6 +414,37 @@ class Site:
             y = _direct_modulated_norm(*args)
         return y if keeps_format(norm) else as_torch(self.chain, x, y)
 
+    def may_map(self, norm: Any, x: Tensor, operand: Any) -> bool:
+        """Whether ``norm(x) * operand``, plus another such one, can be one op; of a site that is :meth:`ready`.
+
+        In eager inference, of a tensor of x's size, or a map that is enlarged to it.
+        """
+        if x.dim() not in (4, 5) or not maps.may_wait() or torch.is_autocast_enabled(x.device.type):
+            return False
+        t = operand.small if type(operand) is maps.Map else operand
+        sizes = operand.sizes if type(operand) is maps.Map else t.shape[2:] if is_plain(t) else None
+        if t is operand and sizes is not None and not lies_as(t, x):
+            return False
+        if sizes is None or t.shape[:2] != x.shape[:2] or list(sizes) != list(x.shape[2:]):
+            return False
+        if not (x.is_contiguous() or keeps_format(norm)):
+            return False  # PyTorch's norm gives a contiguous tensor, and what the product is depends on both
+        return t.dtype is x.dtype and t.device == x.device
+
+    def run_maps(self, norm: Any, x: Tensor, factor: Any, shift: Any, act: str = "none") -> Tensor | None:
+        """``act(norm(x) * factor + shift)`` in one op, where :meth:`may_map` said yes of both.
+
+        None where PyTorch's norm must see x.
+        """
+        n = norm_args(norm, x)
+        if n is None:
+            return None
+        if type(factor) is maps.Map and type(shift) is maps.Map and factor.small.shape == shift.small.shape:
+            factor, shift = factor.small, shift.small
+        operands = (maps.now(factor), maps.now(shift), n.num_groups, n.weight, n.bias, n.eps, act)
+        y = _group_norm_maps(x, self.carried(x), *operands)
+        return y if keeps_format(norm) else as_torch(self.chain, x, y)
+
     def carried(self, x: Tensor) -> Tensor | None:
         """The moments of x, where the convolution that made it kept them."""
         if torch.compiler.is_compiling() or carry.is_empty() or torch.is_autocast_enabled(x.device.type):
@@ -467,6 +498,7 @@ _group_norm_add_from_python = ops.from_python("group_norm_add")
 _direct_modulated_norm = functools.partial(
     modulated_norm, group_norm=ops.direct("group_norm"), group_norm_prelu=_direct_group_norm_prelu
 )
+_group_norm_maps = ops.without_grad("group_norm_maps")
 _group_norm_moments = torch.ops.kgopt.group_norm_moments.default
 
 

@@ -11,6 +11,7 @@ changes what the module reads.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from kgopt.rewrite.glue import plans
 from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.glue.later import Upsampled
+from kgopt.rewrite.maps import Map, now
 from kgopt.rewrite.meanings import activation_of, conv_of, untouched
 from kgopt.rewrite.modules import (
     does_nothing,
@@ -105,36 +107,78 @@ class LaterNorm(Later):
 
 
 class Waiting:
-    """A norm's value that is not computed yet, times ``factor``, plus ``shift``, where these are not None."""
+    """A norm's value that is not computed yet, times ``factor``, plus ``shift``, where these are not None.
 
-    __slots__ = ("factor", "later", "shift")
+    ``of_maps``: they have a value for each position, or a map of it; without a shift that is no op's. ``views`` are
+    then taken of it, one of the other.
+    """
 
-    def __init__(self, later: LaterNorm, factor: Any = None, shift: Any = None) -> None:
+    __slots__ = ("factor", "later", "of_maps", "shift", "views")
+
+    def __init__(
+        self,
+        later: LaterNorm,
+        factor: Any = None,
+        shift: Any = None,
+        of_maps: bool = False,
+        views: tuple[Callable[[Any], Any], ...] = (),
+    ) -> None:
         self.later = later
         self.factor = factor
         self.shift = shift
+        self.of_maps = of_maps
+        self.views = views
 
     @property
     def is_plain(self) -> bool:
         """Whether it is the norm's own value."""
-        return self.factor is None and self.shift is None
+        return self.factor is None and self.shift is None and not self.views
+
+    def without_views(self) -> Waiting:
+        """What the views are taken of."""
+        return Waiting(self.later, self.factor, self.shift, self.of_maps)
+
+    def viewed(self, view: Callable[[Any], Any]) -> Waiting:
+        """A view of it."""
+        return Waiting(self.later, self.factor, self.shift, self.of_maps, (*self.views, view))
+
+    def through_views(self, y: Any) -> Any:
+        """The views of a tensor."""
+        for view in self.views:
+            y = view(y)
+        return y
 
     def value(self) -> Any:
         """The tensor."""
+        if self.views:
+            return self.through_views(self.without_views().value())
         if self.is_plain:
             return self.later.value()
         y = self.with_act("none")
-        assert y is not None
-        return y
+        if y is not None:
+            return y
+        assert self.of_maps
+        y = self.later.value() * now(self.factor)
+        return y if self.shift is None else y + now(self.shift)
 
     def with_act(self, act: str, prelu: Any = None) -> Tensor | None:
         """With an activation, in one op; None where that has rules of its own."""
         later = self.later
+        if self.of_maps:
+            if self.shift is None or prelu is not None:
+                return None
+            return later.site.run_maps(later.module, later.x, self.factor, self.shift, act)
         return later.site.run_modulated(later.module, later.x, self.factor, self.shift, act, prelu)
 
     def may_take(self, operand: Any) -> bool:
         """Whether the op can multiply with, or add, an operand."""
+        if self.of_maps or self.views or type(operand) is Map:
+            return False
         return self.later.site.may_modulate(self.later.module, self.later.x, operand)
+
+    def may_map(self, operand: Any) -> bool:
+        """The same of an operand with a value for each position."""
+        return not self.views and self.later.site.may_map(self.later.module, self.later.x, operand)
 
 
 def given_later(module: Any, args: tuple[Any, ...], owner: Any = None, *between: str) -> Any:
@@ -143,7 +187,7 @@ def given_later(module: Any, args: tuple[Any, ...], owner: Any = None, *between:
 
     ``between``: children of ``owner`` that are called while it waits.
     """
-    if not gives_later(module) or not _adds_as_is() or not _all_change_nothing(owner, between):
+    if not gives_later(module) or not _adds_as_is() or not all_change_nothing(owner, between):
         return None
     if not torch.compiler.is_compiling() and watching.is_watched():
         return None
@@ -211,10 +255,10 @@ class Sum(Behind):
         if type(x) is Upsampled and conv_of(module) is None:
             x = x.value()
         if (kind := kind_of(type(module))) is not None:
-            return _norm_later(module, x, kind) if _all_change_nothing(owner, between) else module(x)
+            return _norm_later(module, x, kind) if all_change_nothing(owner, between) else module(x)
         if conv_of(module) is not None:
             later = conv_later(module, x)
-            if later is not None and _all_change_nothing(owner, between):
+            if later is not None and all_change_nothing(owner, between):
                 return later
         elif isinstance(module, nn.Module) and not is_hooked(module) and not any_global_hooks():
             given = given_later(module, (x,), owner, *between)
@@ -222,9 +266,9 @@ class Sum(Behind):
                 return given if type(given) is not Waiting else given.later if given.is_plain else given.value()
             inside = passed_on(module)
             kind = None if inside is module else kind_of(type(inside))
-            if kind is not None and _all_change_nothing(owner, between):
+            if kind is not None and all_change_nothing(owner, between):
                 return _norm_later(inside, x, kind)
-            if isinstance(inside, nn.Sequential) and not is_hooked(inside) and _all_change_nothing(owner, between):
+            if isinstance(inside, nn.Sequential) and not is_hooked(inside) and all_change_nothing(owner, between):
                 return _last_later(inside, x)
         return plans.through(module, x)
 
@@ -282,7 +326,8 @@ class Sum(Behind):
         return a
 
 
-def _all_change_nothing(owner: Any, names: tuple[str, ...]) -> bool:
+def all_change_nothing(owner: Any, names: tuple[str, ...]) -> bool:
+    """Whether children of ``owner`` may be called while something waits: they write nowhere, and nobody looks on."""
     return not names or all(_changes_nothing(getattr(owner, name, None)) for name in names)
 
 

@@ -110,6 +110,33 @@ def _scaled(case: Case) -> str:
     return ", ".join(f"{name}={name_of(case, name)}" for name in ("residual", "scale", "shift"))
 
 
+def _maps_draw(d: Draw) -> tuple[Tensors, Args]:
+    tensors, args = norm_draw(least=4)(d)
+    shape = tensors["x"]["shape"]
+    small = [d.rng.choice([f for f in range(1, s + 1) if s % f == 0] or [1]) for s in shape[2:]]
+    for name in ("scale", "shift"):  # plain: infinity times a norm's zero, which may be rounding, is anything
+        tensors[name] = d.tensor([*shape[:2], *small], plain=True)
+    return tensors, args
+
+
+def _mapped(case: Case, moments: str) -> str:
+    return norm_text(case, "eps", "act").replace("x, ", f"x, {moments}scale, shift, ", 1)
+
+
+def _group_norm_maps() -> Target:
+    return Target(
+        "group_norm_maps",
+        5,
+        _maps_draw,
+        lambda case: f"torch.ops.kgopt.group_norm_maps({_mapped(case, 'None, ')})",
+        lambda case: f"{REF}.group_norm_maps_ref({_mapped(case, '')})",
+        ("op",),
+        grads=("x", "weight", "bias", "scale", "shift"),
+        autocast=True,
+        wide=("weight", "bias"),
+    )
+
+
 def _group_norm_scale_shift() -> Target:
     """No op of its own: arithmetic on tiny tensors and a view in front of group_norm."""
     return Target(
@@ -472,6 +499,7 @@ TARGETS = [
     _group_norm_prelu_fwd(),
     _group_norm_prelu_backward(),
     _group_norm_moments(),
+    _group_norm_maps(),
     _group_stats(),
     _group_norm_mean(),
     _group_norm_mean_fwd(),

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,9 +33,10 @@ import torch
 
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.meanings import describe_method
-from kgopt.rewrite.modulated import Modulation
+from kgopt.rewrite.modulated import VIEWS, Modulation
 from kgopt.rewrite.roles import Path
 from kgopt.rewrite.source.expressions import assign, call_of, evaluated_first
+from kgopt.rewrite.source.maps import Maps
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
 from kgopt.rewrite.source.quiet import is_quiet
@@ -65,9 +67,12 @@ class Modulations:
         if any(self.method.may_catch(node) for node in ast.walk(tree)):
             return  # what handles an error may read the value
         self.of_self = self._from_self()
+        maps = Maps(self.method)
         for root, loop in list(_roots(tree.body)):
             for path in list(self._assignments(root, [])):
                 self._write(path, root is not tree.body, loop)
+        if self.name in self.method.sites:
+            maps.write(self.name)
 
     def _from_self(self) -> set[str]:
         """Local variables that may hold a child: what is assigned to them reads ``self``."""
@@ -239,9 +244,10 @@ class _Paths:
                     return None
                 self.stops[id(s)] = block, s, name
                 return None
-            if id(s) in self.of.written and name in reads(
-                s
-            ):  # what another norm's value does here, this one's does, too
+            if id(s) in self.of.written and name in reads(s) and not _is_operand(s, name, self.of.name):
+                self.stops[id(s)] = block, s, name  # ``1 + gamma``, inside of what another norm's value takes
+                return None
+            if id(s) in self.of.written and name in reads(s):  # what another's value does here, this one's does, too
                 self.between += self.of.beside.get(id(s), [])
                 waits = self.of.written[id(s)]
                 self.is_scaled = self.is_scaled or id(s) not in self.of.nows
@@ -262,13 +268,15 @@ class _Paths:
                     return None  # nobody reads it
                 if self._is_harmless(s):
                     continue
-            made = None if id(s) in self.of.written else self._in_place(s, name) or self._read(s, name)
+            is_outer = block is self.method.tree.body
+            made = None if id(s) in self.of.written else self._in_place(s, name) or self._read(s, name, is_outer)
             if made is None:
                 self.stops[id(s)] = block, s, name
                 return None
             self.edits[id(s)] = made
             if made.waits is None:
                 return None
+            name = made.waits
         return name
 
     def _begins_with(self, s: Any, name: str) -> bool:
@@ -302,7 +310,7 @@ class _Paths:
         value = self.of.call("times_in_place" if is_product else "plus_in_place", [load, s.value], s)
         return _Edit(s, value, instead=True, waits=name)
 
-    def _read(self, s: Any, name: str) -> _Edit | None:
+    def _read(self, s: Any, name: str, may_rename: bool = False) -> _Edit | None:
         """A statement that reads the variable once, the last to do so."""
         if not isinstance(s, (ast.Assign, ast.AnnAssign, ast.Return)) or s.value is None:
             return None
@@ -310,8 +318,10 @@ class _Paths:
         if len(loads) != 1 or not any(n is loads[0] for n in _outside_scopes(s.value)):
             return None
         target = None if isinstance(s, ast.Return) else self.method.target(s)
-        if not isinstance(s, ast.Return) and target != name:
-            return None  # a path that comes from elsewhere has it under one name
+        # A path that comes from elsewhere has it under one name: all come together in the body itself.
+        may_rename = may_rename and target is not None and name not in self.of.live.after.get(id(s), {name})
+        if not isinstance(s, ast.Return) and target != name and not may_rename:
+            return None
         self.base = loads[0]
         return self._value(s)
 
@@ -323,7 +333,7 @@ class _Paths:
         noted = self.is_scaled, self.is_shifted, self.is_acted, self.act
         whole: ast.expr = self.base
         made = self._waiting(whole)
-        while isinstance(parent := parents[whole], ast.expr):
+        while isinstance(parent := _around(whole, parents), ast.expr):
             larger = self._waiting(parent)
             if larger is None:
                 break
@@ -332,8 +342,6 @@ class _Paths:
         self.is_scaled, self.is_shifted, self.is_acted, self.between = before  # of what was tried
         made = self._waiting(whole)
         assert made is not None
-        if isinstance(parent, ast.Attribute) and isinstance(parents[parent], ast.Call):
-            parent = parents[parent]  # of a method
         act = self._act(parent, whole) if isinstance(parent, ast.expr) else None
         in_place = isinstance(self.base, ast.Name)
         if act is not None:
@@ -374,6 +382,8 @@ class _Paths:
             self._note(isinstance(e.op, ast.Mult))
             method = "times" if isinstance(e.op, ast.Mult) else "plus"
             return self.of.call(method, [left or e.left, right or e.right], e)
+        if isinstance(e, ast.Call) and (view := self._view(e)) is not None:
+            return view
         if not isinstance(e, ast.Call) or e.keywords:
             return None
         path = self.method.path(e.func)
@@ -397,6 +407,27 @@ class _Paths:
             self.is_scaled = self.is_shifted = True
             return self.of.call("addcmul", [e.func, *(p or a for p, a in zip(parts, e.args, strict=True))], e)
         return None
+
+    def _view(self, e: ast.Call) -> ast.expr | None:
+        """A view of a value that may wait, by a method or a function; None for any other call."""
+        is_method = isinstance(e.func, ast.Attribute) and any(n is self.base for n in ast.walk(e.func.value))
+        if is_method and e.func.attr in VIEWS:  # type: ignore[attr-defined]
+            source, rest = e.func.value, e.args  # type: ignore[attr-defined]
+            first: ast.expr = ast.Constant(e.func.attr)  # type: ignore[attr-defined]
+        elif e.args and not is_method and _moves(self.method.function(e.func)):
+            source, rest, first = e.args[0], e.args[1:], e.func
+        else:
+            return None
+        inner = self._waiting(source)
+        others = [*rest, *(word.value for word in e.keywords)]
+        if inner is None or any(word.arg is None for word in e.keywords):
+            return None
+        if not all(is_quiet(self.method, o, self.between) for o in others):
+            return None
+        made = self.of.call("view", [inner, first, *rest], e) if is_method else None
+        made = made or self.of.call("view_by", [first, inner, *rest], e)
+        made.keywords = copy.deepcopy(e.keywords)
+        return made
 
     def _note(self, is_product: bool) -> None:
         if is_product:
@@ -487,10 +518,45 @@ class _Paths:
 _BEGINS = "begin", "begin_with", "step"
 
 
+def _around(e: ast.expr, parents: dict[ast.AST, ast.AST]) -> ast.AST:
+    """What an expression is a part of: the call, where it is what a method is called of."""
+    parent = parents[e]
+    return parents[parent] if isinstance(parent, ast.Attribute) and isinstance(parents[parent], ast.Call) else parent
+
+
+_MOVES = torch.flatten, torch.unflatten, torch.reshape, torch.permute, torch.transpose, torch.movedim, torch.squeeze
+
+
+def _moves(function: Any) -> bool:
+    """A function that gives the elements of its first argument in other dims."""
+    if isinstance(function, types.FunctionType) and function.__name__ == "rearrange":
+        return function.__module__.partition(".")[0] == "einops"
+    return any(function is f for f in (*_MOVES, torch.unsqueeze))
+
+
 def _is_begin(node: ast.AST, name: str) -> bool:
     function = node.func if isinstance(node, ast.Call) else None
     of = function.value if isinstance(function, ast.Attribute) and function.attr in _BEGINS else None
     return isinstance(of, ast.Name) and of.id == name
+
+
+# Methods of a site that take what waits as an argument.
+_TAKE = {
+    *("times", "plus", "times_in_place", "plus_in_place", "addcmul"),
+    *("now", "then", "through", "step", "view", "view_by"),
+}
+
+
+def _is_operand(s: ast.stmt, name: str, site: str) -> bool:
+    """Whether all that reads a variable in a statement are such methods, or it is returned as it is."""
+    taken = {id(s.value)} if isinstance(s, ast.Return) else set()
+    for node in ast.walk(s):
+        function = node.func if isinstance(node, ast.Call) else None
+        of = function.value if isinstance(function, ast.Attribute) and function.attr in _TAKE else None
+        if isinstance(of, ast.Name) and of.id.startswith(site):
+            taken |= {id(a) for a in node.args}  # type: ignore[attr-defined]
+    loads = [n for n in ast.walk(s) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+    return all(id(n) in taken for n in loads)
 
 
 def _become(s: ast.stmt, other: ast.Assign) -> None:

@@ -24,7 +24,7 @@ _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16"}  # of 
 _FUNCTIONS = {
     *(torch.chunk, torch.split, torch.tensor_split, torch.unbind, torch.unsqueeze, torch.squeeze, torch.reshape),
     *(torch.flatten, torch.permute, torch.transpose, torch.movedim, torch.tanh, torch.sigmoid, torch.exp),
-    *(torch.is_tensor, F.gelu, F.softplus, F.linear),
+    *(torch.is_tensor, torch.addcmul, torch.cat, F.gelu, F.softplus, F.linear, F.interpolate),
     *(isinstance, hasattr, len, tuple, list, int, float, bool),
 }
 _EINOPS = {"rearrange", "repeat", "reduce"}
@@ -59,6 +59,14 @@ def _is_quiet_function(function: Any) -> bool:
     return False
 
 
+def _is_activation(method: Method, function: Any, e: ast.Call) -> bool:
+    """``F.relu(x)``; a second argument may be ``inplace``, and ``torch.relu_`` is so by its name."""
+    if len(e.args) != 1 or str(getattr(function, "__name__", "_")).endswith("_"):
+        return False
+    node = method.described(function, e)
+    return node is not None and node.kind == "act"
+
+
 def is_quiet(method: Method, e: ast.AST, between: list[str]) -> bool:
     """Whether evaluating an expression changes no tensor.
 
@@ -80,7 +88,7 @@ def is_quiet(method: Method, e: ast.AST, between: list[str]) -> bool:
         return False
     function = method.function(e.func)
     if function is not None:
-        return (function is F.silu and len(e.args) == 1) or _is_quiet_function(function)  # the second would be inplace
+        return _is_quiet_function(function) or _is_activation(method, function, e)
     path = method.path(e.func)
     if path is not None and len(path) == 1:
         between.append(str(path[0]))
