@@ -202,6 +202,18 @@ def test_noise_knows_what_cancels():
     assert 1e-9 < max(away) < 1e-5
 
 
+def test_noise_knows_what_a_mean_of_large_values_leaves():
+    """A group's gradients have the sum zero. PyTorch's formula leaves what the mean is off by, of normalized values."""
+    x = torch.tensor([[[1000.0, 1000.3, 999.9, 1000.1]]], dtype=torch.float64, requires_grad=True)
+    dy = torch.tensor([[[0.3, -0.7, 0.4, 1.1]]], dtype=torch.float64)
+    sums = []
+    for seed in range(8):
+        with NoisySteps(Noise.of("float32", False, seed), torch.device("cpu")):
+            y = torch.nn.functional.group_norm(x, 1, eps=0.1)
+        sums.append(float(torch.autograd.grad(y, x, dy)[0].sum().abs()))
+    assert 1e-4 < max(sums) < 1e-2
+
+
 def test_case_on_the_command_line(capsys):
     case = draw_case(OPS, 3, 5, "cpu", ("group_norm",))
     assert main(["fuzz", "--device", "cpu", "--case", json.dumps(case)]) == 0
