@@ -113,8 +113,8 @@ class Check:
                 exec(text, names)
                 self._dys = [names[f"dy{i}"] for i in range(min(target.differentiable, len(run.outputs)))]
                 note("PyTorch, backward")
-                aligned = [t.clone() if t.is_cuda and t.data_ptr() % 16 else t for t in self._dys]
-                run.backward(aligned)
+                moved = [t.clone() if t.is_cuda and t.data_ptr() % 16 else t for t in self._dys]
+                run.backward(moved)
                 if mixed:
                     run.grads = [
                         g if g is None else g.to(self._tensors[n].dtype) for n, g in zip(leaves, run.grads, strict=True)
