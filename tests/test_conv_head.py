@@ -82,6 +82,20 @@ def test_gradients_of_biases(c_out, size, dtype, poisoned):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("c_out", "size"), [(4, (39, 6)), (4, (700, 900)), (64, (300, 300)), (512, (256, 192))], ids=str
+)
+def test_gradients_of_biases_of_equal_values(c_out, size, poisoned):
+    """As of a mean. Each addition to a long sum of equal values rounds the same way as the one before it."""
+    dy = torch.full((3, c_out, *size), 0.7, device="cuda").to(memory_format=torch.channels_last)
+    x = torch.zeros(3, 4, *size, device="cuda").to(memory_format=torch.channels_last)
+    geometry = [1, 1], [0, 0], [1, 1], [0, 0], 1, False, [False, False, True]
+    bias = torch.ops.kgopt.conv_backward(dy, x, torch.zeros(c_out, 4, 1, 1, device="cuda"), *geometry)[2]
+    exact = dy[:, 0].double().sum()
+    assert float((bias.double() / exact - 1).abs().max()) <= 1e-6
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_bias_behind_cudnn(dtype, transposed):

@@ -189,6 +189,43 @@ def test_nan_where_a_transposed_convolution_meets_zeros(groups, monkeypatch):
     assert OPS.check(case, "cpu").startswith("special values")
 
 
+def test_nan_beyond_x_in_gradients_behind_a_norm(monkeypatch):
+    """Of such a convolution: its NaN is the group's, and of the gradients that go through the norm."""
+    lies = {"dtype": "float32", "layout": "contiguous"}
+
+    def collects(x, weight, bias, num_groups, gn_weight, gn_bias, stride, padding, *_):
+        y = torch.nn.functional.conv_transpose3d(x, weight, bias, stride, padding)
+        y = y + math.nan  # at every output some tap that is NaN, on x or beyond
+        return torch.nn.functional.group_norm(y.relu(), num_groups, gn_weight, gn_bias)
+
+    monkeypatch.setattr("kgopt.functional.conv_transpose3d_relu_group_norm", collects)
+    case = {
+        **{"kind": "ops", "op": "conv_transpose3d_relu_group_norm", "via": "functional", "dtype": "float32"},
+        "seed": 2096546319,
+        "tensors": {
+            "x": {"shape": [1, 1, 1, 1, 1], "values": "normal", **lies},
+            "weight": {"shape": [1, 1, 1, 3, 2], "values": "nan", **lies},
+        },
+        "args": {
+            **{"stride": [1, 1, 1], "padding": [0, 1, 0], "dilation": [1, 1, 1], "groups": 1},
+            **{"output_padding": [0, 0, 0], "num_groups": 1, "eps": 1e-05},
+        },
+        **{"grad": ["x", "weight"], "dy": {"values": "normal", "layout": "contiguous"}, "tf32": False},
+        **{"autocast": None, "bad": None, "deterministic": False, "poison": False},
+    }
+    assert OPS.check(case, "cpu") is None
+
+
+def test_volumes_whose_gradients_onednn_writes_elsewhere_are_not_differentiated():
+    """float32, a stride in depth, a kernel deeper than x: PyTorch alone dies of it."""
+    drawn = (draw_case(OPS, 1, i, "cpu", ("conv3d", "conv_transpose3d")) for i in range(400))
+    strided = [c for c in drawn if c["dtype"] == "float32" and c["args"]["stride"][0] > 1]
+    deep = [c for c in strided if c["tensors"]["x"]["shape"][-3] < c["tensors"]["weight"]["shape"][2]]
+    assert any(c["grad"] for c in strided)
+    assert len(deep) > 5
+    assert not any(c["grad"] for c in deep)
+
+
 def test_noise_knows_what_cancels():
     """Of a group of two values hardly anything is left of dx: noise says how much rounding leaves, float64 does not."""
     x = torch.tensor([[[1.0, 2.0]]], dtype=torch.float64, requires_grad=True)
@@ -200,6 +237,18 @@ def test_noise_knows_what_cancels():
             y = torch.nn.functional.group_norm(x, 1)
         away.append(float((torch.autograd.grad(y, x, dy)[0] - exact).abs().max()))
     assert 1e-9 < max(away) < 1e-5
+
+
+def test_noise_knows_what_a_mean_of_large_values_leaves():
+    """A group's gradients have the sum zero. PyTorch's formula leaves what the mean is off by, of normalized values."""
+    x = torch.tensor([[[1000.0, 1000.3, 999.9, 1000.1]]], dtype=torch.float64, requires_grad=True)
+    dy = torch.tensor([[[0.3, -0.7, 0.4, 1.1]]], dtype=torch.float64)
+    sums = []
+    for seed in range(8):
+        with NoisySteps(Noise.of("float32", False, seed), torch.device("cpu")):
+            y = torch.nn.functional.group_norm(x, 1, eps=0.1)
+        sums.append(float(torch.autograd.grad(y, x, dy)[0].sum().abs()))
+    assert 1e-4 < max(sums) < 1e-2
 
 
 def test_case_on_the_command_line(capsys):

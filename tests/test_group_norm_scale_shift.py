@@ -124,6 +124,41 @@ def test_parameters_of_other_dtypes(low, device):
     assert_as_good_as_torch(y, plain(x, 2, weight, bias, *(t.float() for t in halves), "silu"), exact)
 
 
+@pytest.mark.parametrize("x", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("other", [torch.float16, torch.float64, torch.complex64, torch.int64], ids=str)
+def test_dtypes_that_the_norm_refuses(x, rows, other, device):
+    """Folding converts weight and bias, behind the op's back."""
+    if x is other:
+        other = torch.float32
+    given = torch.randn(3, 8, 5, device=device).to(x)
+    weight, bias = torch.randn(2, 8, device=device).to(x)
+    scale = torch.randn(rows, 8, device=device)
+    for w, b in ((weight.to(other), None), (None, bias.to(other)), (weight, bias.to(other))):
+        with pytest.raises(RuntimeError, match="dtype"):
+            functional.group_norm(given, 2, w, b, scale=scale)
+        with pytest.raises(RuntimeError, match="dtype"):
+            functional.group_norm(given, 2, w, b, shift=scale)
+    with pytest.raises(RuntimeError, match="dtype"):
+        functional.group_norm(given, 2, scale=scale.to(torch.complex64))
+    with pytest.raises(RuntimeError, match="dtype"):
+        functional.group_norm(
+            given.transpose(0, 1).contiguous().transpose(0, 1), 2, scale=scale, residual=given.to(other)
+        )
+
+
+@pytest.mark.gpu
+def test_autocast_takes_parameters_of_any_floating_dtype():
+    """Norms are in fp32 there, whatever they are given."""
+    x, scale = torch.randn(3, 8, 5, device="cuda"), torch.randn(3, 8, device="cuda")
+    weight, bias = torch.randn(2, 8, device="cuda").bfloat16()
+    with torch.autocast("cuda"):
+        y = functional.group_norm(x, 2, weight, bias, scale=scale)
+        with pytest.raises(RuntimeError, match="dtype"):
+            functional.group_norm(x, 2, weight.to(torch.complex64), scale=scale)
+    torch.testing.assert_close(y, plain(x, 2, weight.float(), bias.float(), scale))
+
+
 def test_large_values_in_half_precision_do_not_overflow(device):
     """The product of weight and scale, 1.2e5, is no number of float16; what it makes of small values is."""
     x = torch.randn(2, 4, 8, 8, device=device, dtype=torch.float16)
@@ -197,6 +232,15 @@ def test_sliced_and_expanded(device):
         torch.testing.assert_close(y, plain(given, 4, None, None, scale, shift, "silu"))
     one = torch.randn(3, 1, device=device).expand(3, 8)
     torch.testing.assert_close(functional.group_norm(x, 4, scale=one), plain(x, 4, scale=one))
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 1, 5), (3, 8, 5, 1), (2, 6, 1, 4, 1)], ids=str)
+def test_channels_last_stays_beside_a_transposed_scale(shape, device):
+    last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    x = torch.randn(shape, device=device).to(memory_format=last)
+    scale, shift = (torch.randn(shape[1], shape[0], device=device).t() for _ in range(2))
+    y = functional.group_norm(x, 2, act="mul(1.7)+mish", scale=scale, shift=shift)
+    assert y.is_contiguous(memory_format=last)
 
 
 def test_nan_comes_through(device):

@@ -90,6 +90,25 @@ def test_pipeline_statistics_from_input(case, dtype, poisoned):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("c_in", "c_out", "kernel"),
+    [(6, 61, (4, 4, 4)), (3, 6, (5, 5, 7)), (8, 20, (5, 4, 5)), (12, 30, (3, 3, 3)), (16, 64, (3, 5, 5))],
+    ids=str,
+)
+def test_statistics_of_long_sums_without_tf32(c_in, c_out, kernel, poisoned):
+    """Tensor cores truncate where they add: of hundreds of products all outputs came out too small."""
+    torch.backends.cudnn.allow_tf32 = False
+    x = torch.randn(8, c_in, 16, 18, 20, device="cuda")
+    weight, once = torch.randn(c_out, c_in, *kernel, device="cuda"), [1, 1, 1]
+    none = None, 1, None, None, once, [0, 0, 0], once, 1, 1e-5
+    _, _, mean, rstd = torch.ops.kgopt.conv3d_group_norm_mean_fwd(x, weight, *none)
+    y = F.conv3d(x.double(), weight.double()).flatten(1)
+    exact_mean, exact_rstd = y.mean(1), (y.var(1, correction=0) + 1e-5) ** -0.5
+    assert float((rstd[:, 0] / exact_rstd - 1).abs().max()) <= 6e-7
+    assert float(((mean[:, 0] - exact_mean) * exact_rstd).abs().max()) <= 6e-7
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["tf32", torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "kind", ["offset", "small", "tiny", "smooth", "high pass", "huge", "leap", "zeros", "empty rows"]

@@ -459,6 +459,38 @@ def test_max_pool_has_the_bits_of_torch(shape, window, offset, channels_last, dt
 
 
 @layouts
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [
+        ((5, 13, 3, 5, 3), ([3, 3, 3], [2, 2, 2], [1, 0, 0])),
+        ((2, 3, 5, 6, 4), ([3, 2, 3], [1, 2, 1], [1, 0, 1])),
+        ((2, 8, 9, 7), ([5, 3], [2, 1], [2, 1])),
+        ((2, 8, 9, 7), ([2, 2], [2, 3], [0, 0])),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_max_pool_gradient_of_overlapping_windows(dtype, shape, window, channels_last, device):
+    """The same bits each time, also where PyTorch has no such kernel, and the sum of a position is rounded once."""
+    x = draw(shape, dtype, channels_last, device).requires_grad_()
+    y = OPS.max_pool(x, *window)
+    dy = torch.randn_like(y)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, again = (torch.autograd.grad(y, x, dy, retain_graph=True)[0] for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(first, again)
+    assert first.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
+    wide = x.detach().cpu().double().requires_grad_()
+    (exact,) = torch.autograd.grad(reference.max_pool_ref(wide, *window), wide, dy.cpu().double())
+    if dtype is torch.float32:
+        torch.testing.assert_close(first.cpu().double(), exact, rtol=1e-6, atol=1e-6)
+    else:
+        torch.testing.assert_close(first.cpu(), exact.to(dtype), rtol=2**-8, atol=0)
+
+
+@layouts
 def test_gradients(channels_last, device):
     def leaf(*shape):
         return draw(shape, torch.float64, channels_last, device).requires_grad_()

@@ -1,6 +1,7 @@
 // Sums over all positions of each channel of a tensor with channels innermost: the gradient of a convolution's bias.
 // Every thread keeps one 16-byte column of a row, so that neighbours read whole lines whatever the number of channels
-// is. Blocks leave partial sums, which a second kernel adds in a fixed order.
+// is. Blocks leave partial sums, which a second kernel adds in a fixed order. Sums are short chains of short chains:
+// where all rows are equal (the gradient of a mean), each step of a chain rounds the same way.
 #include <algorithm>
 
 #include "common/dependent_launch.cuh"
@@ -13,6 +14,7 @@ namespace kgopt {
 namespace {
 
 constexpr int kThreads = 256, kBatch = 4;  // rows that a thread loads before it adds the first
+constexpr int kChain = 16;                 // batches that a thread adds up before it adds them to its total
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) channel_sums_kernel(const __grid_constant__ ChannelSumsParams p) {
@@ -20,33 +22,51 @@ __global__ void __launch_bounds__(kThreads) channel_sums_kernel(const __grid_con
   __shared__ float shared[kVec][kThreads];
   const int vectors = p.c / kVec, walkers = kThreads / vectors;
   const int walker = threadIdx.x / vectors, column = threadIdx.x - walker * vectors;
-  float sums[kVec] = {};
-  const auto add = [&](const Vec<T, kVec>& from) {
-    float x[kVec];
-    unpack(from, x);
+  float totals[kVec] = {}, sums[kVec] = {};
+  const auto close_chain = [&] {
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) sums[j] += x[j];
+    for (int j = 0; j < kVec; ++j) {
+      totals[j] += sums[j];
+      sums[j] = 0.f;
+    }
   };
   if (walker < walkers) {
     const T* const x = static_cast<const T*>(p.x) + column * kVec;
     const int64_t step = int64_t(gridDim.x) * walkers;
     int64_t row = int64_t(blockIdx.x) * walkers + walker;
-    for (; row + (kBatch - 1) * step < p.rows; row += kBatch * step) {
+    for (int batches = 1; row + (kBatch - 1) * step < p.rows; row += kBatch * step, ++batches) {
       Vec<T, kVec> batch[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) batch[b] = load_vec<T, kVec>(x + (row + b * step) * p.c);
+      float rows[kBatch][kVec];
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) add(batch[b]);
+      for (int b = 0; b < kBatch; ++b) unpack(batch[b], rows[b]);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) sums[j] += (rows[0][j] + rows[1][j]) + (rows[2][j] + rows[3][j]);
+      if (batches % kChain == 0) close_chain();
     }
-    for (; row < p.rows; row += step) add(load_vec<T, kVec>(x + row * p.c));
+    for (; row < p.rows; row += step) {
+      float last[kVec];
+      unpack(load_vec<T, kVec>(x + row * p.c), last);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) sums[j] += last[j];
+    }
+    close_chain();
   }
 #pragma unroll
-  for (int j = 0; j < kVec; ++j) shared[j][threadIdx.x] = sums[j];
+  for (int j = 0; j < kVec; ++j) shared[j][threadIdx.x] = totals[j];
   __syncthreads();
+  for (int left = walkers; left > 1;) {  // the upper half of the walkers' sums onto the lower one
+    const int half = (left + 1) / 2;
+    if (walker < left - half) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) shared[j][threadIdx.x] += shared[j][threadIdx.x + half * vectors];
+    }
+    left = half;
+    __syncthreads();
+  }
   for (int c = threadIdx.x; c < p.c; c += kThreads) {
-    float sum = 0.f;
-    for (int w = 0; w < walkers; ++w) sum += shared[c % kVec][w * vectors + c / kVec];
-    p.partials[int64_t(blockIdx.x) * p.c + c] = sum;
+    p.partials[int64_t(blockIdx.x) * p.c + c] = shared[c % kVec][c / kVec];
   }
 }
 

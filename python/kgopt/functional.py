@@ -266,8 +266,12 @@ def _scaled_group_norm(
     _check_per_sample("shift", shift, x)
     _check_per_channel("weight", weight, x)
     _check_per_channel("bias", bias, x)
+    if weight is not None and bias is not None and weight.dtype != bias.dtype and not _casts(x):
+        raise RuntimeError(f"group_norm: bias has dtype {bias.dtype}, expected {weight.dtype}, the dtype of weight")
     if residual is not None and residual.shape != x.shape:
         raise RuntimeError(f"group_norm: residual has shape {list(residual.shape)}, expected {list(x.shape)}")
+    if residual is not None and residual.dtype != x.dtype and not _casts(x):
+        raise RuntimeError(f"group_norm: residual has dtype {residual.dtype}, expected {x.dtype}, the dtype of x")
     factor = None if scale is None else 1 + scale.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     count = rows(factor, shift)
     if count == 1:
@@ -280,10 +284,10 @@ def _scaled_group_norm(
         return _one_group_norm(u, groups, w, b, eps, act, r, slope).reshape(x.shape)
     y = _one_group_norm(x, num_groups, weight, bias, eps, "none", None, None)
     sizes = [-1, channels] + [1] * (x.dim() - 2)
-    if factor is not None:
-        y = y * factor.reshape(sizes).to(y.dtype)
+    if factor is not None:  # contiguous, or its strides may decide where a dim of size 1 goes in the result
+        y = y * factor.reshape(sizes).to(y.dtype).contiguous()
     if shift is not None:
-        y = y + shift.reshape(sizes).to(y.dtype)
+        y = y + shift.reshape(sizes).to(y.dtype).contiguous()
     if residual is not None:
         y = y + residual
     if act == "prelu" and slope is not None:
@@ -304,9 +308,21 @@ def _check_per_sample(name: str, t: Tensor | None, x: Tensor) -> None:
         raise RuntimeError(f"group_norm: {name} has dtype {t.dtype}, expected a floating one")
 
 
+def _casts(x: Tensor) -> bool:
+    """Whether autocast brings a norm's tensors to fp32, which it does on CUDA alone."""
+    return x.is_cuda and torch.is_autocast_enabled()
+
+
 def _check_per_channel(name: str, t: Tensor | None, x: Tensor) -> None:
-    if t is not None and (t.dim() != 1 or t.shape[0] != x.shape[1]):
+    """As the op does: it sees what the parameters were folded into, which has x's statistics' dtype."""
+    if t is None:
+        return
+    if t.dim() != 1 or t.shape[0] != x.shape[1]:
         raise RuntimeError(f"group_norm: {name} has shape {list(t.shape)}, expected [{x.shape[1]}]")
+    narrow = x.dtype != torch.float64 and t.dtype != torch.float64
+    mixed = narrow and (t.dtype == torch.float32 or (_casts(x) and t.is_floating_point()))
+    if t.dtype != x.dtype and not mixed:
+        raise RuntimeError(f"group_norm: {name} has dtype {t.dtype}, expected {x.dtype} (the dtype of x) or float32")
 
 
 def explain_group_norm(

@@ -19,7 +19,11 @@ KGOPT_HD constexpr int few_channels_consumers(ConvMath math, int columns, int wi
   if (window > 1) return 3;
   return columns >= 128 || (columns >= 64 && !lse && math != ConvMath::kTf32x3) ? 2 : 3;
 }
-// K steps whose fragments are loaded and multiplied together: one of two numbers, whichever pads K less.
+// K steps whose fragments are loaded and multiplied together: one of two numbers, whichever pads K less. Without TF32,
+// of many columns, whose totals of all batches take the registers of the larger number's fragments, the smaller one.
+KGOPT_HD constexpr bool few_channels_has_large_batch(ConvMath math, int columns) {
+  return math != ConvMath::kTf32x3 || columns < 64;
+}
 KGOPT_HD constexpr int few_channels_batch(ConvMath math, int window, bool large) {
   if (window > 1) return large ? 4 : 3;
   return math == ConvMath::kTf32x3 ? (large ? 5 : 3) : (large ? 9 : 5);

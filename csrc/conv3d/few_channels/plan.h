@@ -461,8 +461,8 @@ inline FewChannelsPlan plan_few_channels(const ConvProblem& q, const DeviceLimit
   const bool split_rows =
       columns64 && p.math == ConvMath::kTf32x3 && p.step[2] == 1 && (c_in + 7) / 8 * taps <= 2 * kChannelsSteps;
   if (split_rows) p.math = ConvMath::kFp16x3;
-  // wgmma truncates where it adds to its accumulator. Statistics bear it; gradients of logsumexp, which are
-  // exponentials of what comes out, showed twenty times PyTorch's error with the many products of 3xTF32.
+  // wgmma truncates where it adds to its accumulator. Statistics bear the products of a batch of K steps; gradients of
+  // logsumexp, which are exponentials of what comes out, showed twenty times PyTorch's error with those of 3xTF32.
   if (lse && p.math == ConvMath::kTf32x3) return refuse("wgmma's sums are not exact enough for logsumexp without TF32");
 
   if (columns64 && p.math != ConvMath::kFp16x3 && p.math != ConvMath::kTf32x3) {
@@ -489,6 +489,7 @@ inline FewChannelsPlan plan_few_channels(const ConvProblem& q, const DeviceLimit
   p.k_steps = (p.k_words + 7) / 8;
   const auto padded = [&](int batch) { return (p.k_steps + batch - 1) / batch * batch; };
   p.large_batch =
+      few_channels_has_large_batch(p.math, p.columns) &&
       padded(few_channels_batch(p.math, p.window, true)) <= padded(few_channels_batch(p.math, p.window, false));
   p.batch = few_channels_batch(p.math, p.window, p.large_batch);
   p.k_steps = padded(p.batch);

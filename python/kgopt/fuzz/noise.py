@@ -116,6 +116,36 @@ class _Spread(torch.autograd.Function):
         return total + size * _uniform(total, generator) * _finite(dy.abs().sum_to_size(shape)), None, None, None
 
 
+class _Normalized(torch.autograd.Function):
+    """Of x, what a norm made of it, whose gradient has PyTorch's formula.
+
+    That formula takes off the mean of the gradient and its projection on the normalized values, whose mean the
+    rounding of x's mean has moved: a sum of the gradient over the group, which is zero, is that times the projection.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, rstd: Tensor, size: float, floor: float, generator: Any) -> Tensor:
+        ctx.save_for_backward(y, rstd)
+        ctx.more = size, floor, generator
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        y, rstd = ctx.saved_tensors
+        size, floor, generator = ctx.more
+
+        def rounded(t: Tensor) -> Tensor:
+            return _disturbed(t, size, floor, generator, False)
+
+        def mean(t: Tensor) -> Tensor:
+            total = t.mean(-1, keepdim=True)
+            return total + size * _uniform(total, generator) * _finite(t.abs().mean(-1, keepdim=True))
+
+        g = rounded(dy)
+        rest = rounded(rounded(g - mean(g)) - rounded(y * mean(rounded(g * y))))
+        return rounded(rest * rounded(rstd)), None, None, None, None, None
+
+
 class _Product(torch.autograd.Function):
     """A convolution, whose sums and whose gradients' sums lose digits of their terms' size."""
 
@@ -336,10 +366,13 @@ class NoisySteps(TorchFunctionMode):
         self, x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
     ) -> Tensor:
         """GroupNorm as its definition has it, in steps that round."""
-        inner = self._noise.inner
-        _, variance, away = self._moments(x.reshape(x.shape[0], groups, math.prod(x.shape[1:]) // groups))
-        rstd = self._round(torch.rsqrt(variance + eps), inner)
-        y = self._round(away * self._spread(rstd, away.shape), inner).reshape(x.shape)
+        inner, floor = self._noise.inner, self._noise.floor
+        flat = x.reshape(x.shape[0], groups, math.prod(x.shape[1:]) // groups)
+        with torch.no_grad():
+            _, variance, away = self._moments(flat)
+            rstd = self._round(torch.rsqrt(variance + eps), inner)
+            y = self._round(away * rstd, inner)
+        y = _Normalized.apply(flat, y, rstd, inner, floor, self._generator).reshape(x.shape)
         shape = [1, x.shape[1], *[1] * (x.dim() - 2)]
         if weight is not None:
             y = self._round(y * self._spread(weight.reshape(shape), x.shape), inner)

@@ -148,19 +148,23 @@ def _spare_pool(case: Case) -> None:
 def _spare_onednn(case: Case) -> None:
     """Takes out what oneDNN does with memory that is not its own.
 
-    Its gradients of halves, where a kernel reaches beyond the image, write past their buffers: PyTorch's own call dies
-    of it, or a later one.
+    Its gradients of halves, and of float32 volumes with a stride in depth, write past their buffers where a kernel
+    reaches beyond the image: PyTorch's own call dies of it, or a later one.
     """
-    if not TARGETS[case["op"]].products or not (case["dtype"] in _HALVES or case["autocast"]):
+    if not TARGETS[case["op"]].products:
         return
     tensors, args = case["tensors"], case["args"]
     kernel = tensors["weight"]["shape"][2:]
+    halves = case["dtype"] in _HALVES or case["autocast"]
+    deep = case["dtype"] == "float32" and len(kernel) == 3 and args.get("stride", [1])[0] > 1
+    if not halves and not deep:
+        return
     image = tensors["x"]["shape"][-len(kernel) :] if kernel else []
     dilation = args.get("dilation", [1] * len(kernel))
     if all(d * (k - 1) < s for d, k, s in zip(dilation, kernel, image, strict=True)):
         return
-    case["grad"] = [n for n in case["grad"] if n in ("gn_weight", "gn_bias", "residual")]
+    case["grad"] = [n for n in case["grad"] if n in ("gn_weight", "gn_bias", "residual")] if halves else []
     if case["op"] == "conv_backward":
-        case["dtype"] = "float32"
+        case["dtype"] = "float64"
         for spec in tensors.values():
-            spec["dtype"] = "float32"
+            spec["dtype"] = "float64"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -98,15 +100,26 @@ def _max_pool_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 
 
 def _max_pool_backward(ctx: Any, dy: Tensor) -> Any:
-    """Where each largest value was is found again: the forward is for inference."""
     (x,) = ctx.saved_tensors
-    window = (*ctx.window, [1] * len(ctx.window[0]), False)
-    aten = torch.ops.aten
-    if x.dim() == 5:
-        _, indices = aten.max_pool3d_with_indices(x, *window)
-        return (aten.max_pool3d_with_indices_backward(dy, x, *window, indices),)
-    _, indices = aten.max_pool2d_with_indices(x, *window)
-    return (aten.max_pool2d_with_indices_backward(dy, x, *window, indices),)
+    return (_max_pool_gradient(dy, x, *ctx.window),)
+
+
+def _max_pool_gradient(
+    dy: Tensor, x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> Tensor:
+    """That of x. Where each largest value was is found again: the forward is for inference.
+
+    Windows that overlap may have the same largest value, and PyTorch adds their gradients on CUDA by atomics, in any
+    order. So windows far enough apart to share no element go together, and these sets one after another.
+    """
+    find = torch.ops.aten.max_pool3d_with_indices if x.dim() == 5 else torch.ops.aten.max_pool2d_with_indices
+    _, indices = find(x, kernel_size, stride, padding)
+    apart = [-(-k // s) for k, s in zip(kernel_size, stride, strict=True)]
+    dx, dy = wide(x.new_zeros([*x.shape[:2], math.prod(x.shape[2:])])), wide(dy)
+    for first in itertools.product(*(range(a) for a in apart)):
+        part = (slice(None), slice(None), *(slice(f, None, a) for f, a in zip(first, apart, strict=True)))
+        dx = dx.scatter_add(2, indices[part].flatten(2), dy[part].flatten(2))
+    return as_x_lies(dx.view(x.shape), x)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -222,6 +222,10 @@ __global__ void __launch_bounds__(few_channels_threads(kMath, kColumns, kWindow,
         const int base_step = plan.step[1] * plan.pitch * kPositionWords * 4;
 
         float acc[kWindow * kAcc];
+        // wgmma truncates where it adds to its accumulator, which makes all sums smaller: without TF32, with three
+        // times as many products, each batch of K steps has a sum of its own, and these are added here.
+        constexpr bool kPromotes = kSplit == 2 && kWindow == 1;
+        [[maybe_unused]] float total[kPromotes ? kAcc : 1];
         // With a window the products are summed onto minus the shift of the statistics, which saves subtracting it.
         auto start = [&](auto slot) {
 #pragma unroll
@@ -261,7 +265,7 @@ __global__ void __launch_bounds__(few_channels_threads(kMath, kColumns, kWindow,
 #pragma unroll
           for (int i = 0; i < kBatch; ++i) {
             const uint32_t b = b_batch + i * kBStep;
-            const bool add = kWindow > 1 || i > 0 || first > 0;
+            const bool add = kWindow > 1 || i > 0 || (first > 0 && !kPromotes);
             if constexpr (kSplit == 2) {
               wgmma<kType, kWindow * kColumns>(acc, low[i], b, add);
               wgmma<kType, kWindow * kColumns>(acc, a[i], b + b_low, true);
@@ -449,11 +453,20 @@ __global__ void __launch_bounds__(few_channels_threads(kMath, kColumns, kWindow,
           float done[kOverlap ? kAcc : 1];
 #pragma unroll 1
           for (int row = 0; row < steps; ++row) {
+            if constexpr (kPromotes) {
+#pragma unroll
+              for (int j = 0; j < kAcc; ++j) total[j] = 0.f;
+            }
             for (int first = 0;;) {
               multiply(std::integral_constant<int, 0>(), a, first);
               first += kBatch;
               if (first >= plan.k_steps) break;
               wgmma_wait<0>();
+              if constexpr (kPromotes) {
+                wgmma_use(acc);
+#pragma unroll
+                for (int j = 0; j < kAcc; ++j) total[j] += acc[j];
+              }
               load_fragments(a, first);
             }
             if constexpr (kOverlap) {
@@ -461,6 +474,10 @@ __global__ void __launch_bounds__(few_channels_threads(kMath, kColumns, kWindow,
             }
             wgmma_wait<0>();
             wgmma_use(acc);
+            if constexpr (kPromotes) {
+#pragma unroll
+              for (int j = 0; j < kAcc; ++j) acc[j] += total[j];
+            }
             base += base_step;
             if (row + 1 < steps) load_fragments(a, 0);
             if constexpr (kStats) {

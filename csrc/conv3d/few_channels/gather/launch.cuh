@@ -30,8 +30,10 @@ Status launch_gather_window(const FewChannelsParams& p, int64_t n, cudaStream_t 
 
 template <ConvMath kMath, int kColumns, ConvEpilogue kEpilogue>
 Status launch_gather_batch(const FewChannelsParams& p, int64_t n, cudaStream_t stream) {
-  return p.plan.large_batch ? launch_gather_window<kMath, kColumns, true, kEpilogue>(p, n, stream)
-                            : launch_gather_window<kMath, kColumns, false, kEpilogue>(p, n, stream);
+  if constexpr (few_channels_has_large_batch(kMath, kColumns)) {
+    if (p.plan.large_batch) return launch_gather_window<kMath, kColumns, true, kEpilogue>(p, n, stream);
+  }
+  return launch_gather_window<kMath, kColumns, false, kEpilogue>(p, n, stream);
 }
 
 template <ConvMath kMath, ConvEpilogue kEpilogue>
