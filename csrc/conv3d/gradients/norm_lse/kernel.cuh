@@ -52,11 +52,10 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr int kColumns = kNormLseColumns, kProducers = kNormLseProducers, kConsumers = kNormLseConsumers;
   constexpr int kLoaders = 128 * kProducers, kWarps = kConsumers * 4, kThreads = kNormLseThreads;
-  constexpr int kBatch = few_channels_batch(kMath, 1, kLargeBatch);
+  constexpr int kSplit = ConvMathTraits<kMath>::kSplit, kBatch = few_channels_batch(kMath, 1, kLargeBatch);
   constexpr WgmmaType kType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
                               : kMath == ConvMath::kFp16 ? WgmmaType::kFp16
                                                          : WgmmaType::kTf32;
-  static_assert(ConvMathTraits<kMath>::kSplit == 1);
   static_assert(kWarps * kColumns * 2 + kColumns * 4 <= kColumns * 3 * kWarps, "scratch is that of moments");
   extern __shared__ __align__(128) uint32_t smem[];
   const FewChannelsParams& p = q.conv;
@@ -141,6 +140,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     const int lane_bytes = ((lane & 7) * 2 + (lane >> 3 & 1)) * plan.step[2] * 16;
     const int* const own_offsets = offsets + (lane >> 4) * plan.k_steps;
     const int base_step = plan.step[1] * plan.pitch * 16;
+    [[maybe_unused]] const int steps = (plan.k_words + 7) / 8;
     const int64_t positions = int64_t(p.out[0]) * p.out[1] * p.out[2];
     const float* const dlse = q.dlse + n * positions;
 
@@ -165,26 +165,50 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
         for (int row = 0; row < out_rows; ++row, base += base_step) {
           float acc[kColumns / 2];
           float own_dlse[2] = {0.f, 0.f};
-          for (int first = 0; first < plan.k_steps; first += kBatch) {
-            uint32_t a[kBatch][4];
+          if (row < rows) {
+            const float* const at = dlse + (int64_t(d) * p.out[1] + h0 + row) * p.out[2] + w;
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) load_matrices(a[i], base + own_offsets[first + i]);
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-              wgmma<kType, kColumns>(acc, a[i], b_first + (first + i) * kBStep, i > 0 || first > 0);
+            for (int half = 0; half < 2; ++half) {
+              if (valid[half]) own_dlse[half] = at[half];
             }
-            wgmma_commit();
-            if (first == 0 && row < rows) {
-              const float* const at = dlse + (int64_t(d) * p.out[1] + h0 + row) * p.out[2] + w;
-#pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                if (valid[half]) own_dlse[half] = at[half];
-              }
-            }
-            wgmma_wait<0>();
           }
-          wgmma_use(acc);
+          if constexpr (kSplit == 2) {
+            // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
+            uint32_t raw[4];
+            load_matrices(raw, base + own_offsets[0]);
+#pragma unroll 1
+            for (int k = 0; k < steps; ++k) {
+              uint32_t high[4], low[4];
+#pragma unroll
+              for (int i = 0; i < 4; ++i) split_tf32_for_stats(__uint_as_float(raw[i]), &high[i], &low[i]);
+              float partial[kColumns / 2];
+              const uint32_t b = b_first + k * kBStep;
+              wgmma_fence();
+              wgmma<kType, kColumns>(partial, low, b, false);
+              wgmma<kType, kColumns>(partial, high, b + plan.k_steps * kBStep, true);
+              wgmma<kType, kColumns>(partial, high, b, true);
+              wgmma_commit();
+              if (k + 1 < steps) load_matrices(raw, base + own_offsets[k + 1]);
+              wgmma_wait<0>();
+              wgmma_use(partial);
+#pragma unroll
+              for (int i = 0; i < kColumns / 2; ++i) acc[i] = k == 0 ? partial[i] : acc[i] + partial[i];
+            }
+          } else {
+            for (int first = 0; first < plan.k_steps; first += kBatch) {
+              uint32_t a[kBatch][4];
+#pragma unroll
+              for (int i = 0; i < kBatch; ++i) load_matrices(a[i], base + own_offsets[first + i]);
+              wgmma_fence();
+#pragma unroll
+              for (int i = 0; i < kBatch; ++i) {
+                wgmma<kType, kColumns>(acc, a[i], b_first + (first + i) * kBStep, i > 0 || first > 0);
+              }
+              wgmma_commit();
+              wgmma_wait<0>();
+            }
+            wgmma_use(acc);
+          }
           if (row >= rows) continue;
 
           float shift[2] = {-INFINITY, -INFINITY};

@@ -30,12 +30,19 @@ inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& lim
   const auto refuse = refused<FewChannelsPlan>;
   if (q.groups != 1) return refuse("logsumexp over channels needs groups = 1");
   if (q.c_out <= kNormLseColumns / 2 || q.c_out > kNormLseColumns) return refuse("not 33 to 64 output channels");
+  const ConvMath math = conv_math(q);
   q.epilogue = ConvEpilogue::kStore;
+  q.allow_tf32 = true;
   FewChannelsPlan p = plan_few_channels(q, limits);
   if (p.refusal) return p;
   if (!p.chunked) return refuse("input channels that 16 bytes of a position do not divide");
+  p.math = math;  // weights in two parts, where that is 3xTF32
   p.producers = kNormLseProducers, p.consumers = kNormLseConsumers;
   p.smem_bytes = few_channels_smem_layout(p).total * 4;
+  while (p.smem_bytes > limits.smem_per_block && p.stages > 2) {
+    --p.stages;
+    p.smem_bytes = few_channels_smem_layout(p).total * 4;
+  }
   return p.smem_bytes <= limits.smem_per_block ? p : refuse("a tile does not fit in shared memory");
 }
 
