@@ -39,8 +39,6 @@ __device__ __forceinline__ float reciprocal_of(float x) {
 }
 
 inline constexpr float kLog2E = 1.44269504088896340736f;
-// Of a padded column: it is no maximum, its exponential is 0, and nothing becomes NaN by it.
-inline constexpr float kNoValue = -3e38f;
 
 }  // namespace norm_lse
 
@@ -67,9 +65,9 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   int* const offsets = reinterpret_cast<int*>(smem + layout.offsets);
   int2* const strip_table = reinterpret_cast<int2*>(smem + layout.strips);
   float* const scratch = reinterpret_cast<float*>(smem + layout.scratch);
-  // Of a column: what is added to its products, mean, and scale and offset of twice z in powers of 2.
+  // Of a column: bias, scale and offset that make of its products twice z in powers of 2, and what centers them.
   float4* const forward_table = reinterpret_cast<float4*>(smem + layout.columns);
-  // rstd weight, then dy's factor of y - mean and its offset, and rstd.
+  // rstd weight, then factor and offset that make of its products dy's part without the position's share, and rstd.
   float4* const backward_table = reinterpret_cast<float4*>(scratch + kWarps * kColumns * 2);
   uint32_t* const halo = smem + layout.halo;
   const int stage_words = few_channels_stage_words(plan);
@@ -102,19 +100,22 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     strip_table[i] = make_int2(base * 16, d << 24 | h << 14 | w);
   }
   for (int c = tid; c < kColumns; c += kThreads) {
-    float4 forward = make_float4(kNoValue, 0.f, 0.f, 0.f), backward = make_float4(0.f, 0.f, 0.f, 0.f);
+    // A padded column's exponential is 0.
+    float4 forward = make_float4(-INFINITY, 0.f, 0.f, 0.f), backward = make_float4(0.f, 0.f, 0.f, 0.f);
     if (c < p.c_out) {
       AffineRow<float> row;
+      const float bias = p.bias ? to_acc(static_cast<const Element*>(p.bias)[c]) : 0.f;
       if constexpr (kStore) {
         const GradientRow<float> of_dy = static_cast<const GradientRow<float>*>(q.norm.rows)[n * p.c_out + c];
         row = of_dy.affine;
-        backward.y = -row.rstd * (row.rstd * of_dy.term_xhat), backward.z = -row.rstd * of_dy.term;
+        backward.y = -row.rstd * (row.rstd * of_dy.term_xhat);
+        backward.z = fmaf(bias - row.mean, backward.y, -row.rstd * of_dy.term);
       } else {
         row = make_affine_row<float>(q.norm.affine, n, c);
       }
-      const float bias = p.bias ? to_acc(static_cast<const Element*>(p.bias)[c]) : 0.f;
       backward.x = row.rstd * row.weight, backward.w = row.rstd;
-      forward = make_float4(bias, row.mean, backward.x * (2 * kLog2E), row.bias * (2 * kLog2E));
+      forward = make_float4(bias, backward.x * (2 * kLog2E), fmaf(bias - row.mean, backward.x, row.bias) * (2 * kLog2E),
+                            bias - row.mean);
     }
     forward_table[c] = forward, backward_table[c] = backward;
   }
@@ -145,6 +146,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     const float* const dlse = q.dlse + n * positions;
 
     [[maybe_unused]] float sums[kStore ? 1 : 16][2] = {};
+    float shift[2] = {0.f, 0.f};
     int stage = 0, job = warp / 4;
     uint32_t parity = 0;
     for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
@@ -211,64 +213,82 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
           }
           if (row >= rows) continue;
 
-          float shift[2] = {-INFINITY, -INFINITY};
+          // Of dz or, with kStore, of dy: what the position's share is a factor of. The shift is what the row before
+          // came to; where that is too far off, at the first row and where values leap, it is the largest y.
+          float own[kColumns / 2], total[2];
+          for (bool is_exact = false;; is_exact = true) {
+            if (is_exact) {
+              shift[0] = shift[1] = -INFINITY;
 #pragma unroll
-          for (int j = 0; j < 16; ++j) {
-            const float bias = forward_table[j / 2 * 8 + t * 2 + (j & 1)].x;
+              for (int j = 0; j < 16; ++j) {
+                const float bias = forward_table[j / 2 * 8 + t * 2 + (j & 1)].x;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                  shift[half] = fmaxf(shift[half], acc[j / 2 * 4 + half * 2 + (j & 1)] + bias);
+                }
+              }
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                shift[half] = fmaxf(shift[half], __shfl_xor_sync(0xffffffffu, shift[half], 1));
+                shift[half] = fmaxf(shift[half], __shfl_xor_sync(0xffffffffu, shift[half], 2));
+                if (shift[half] == -INFINITY) shift[half] = 0.f;  // zeros, not NaN
+              }
+            }
+            const float power_shift[2] = {-shift[0] * kLog2E, -shift[1] * kLog2E};
+            total[0] = total[1] = 0.f;
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+              const int c = j / 2 * 8 + t * 2 + (j & 1);
+              const float4 column = forward_table[c];
+              [[maybe_unused]] const float scale = kStore ? backward_table[c].x : 0.f;
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                const int i = j / 2 * 4 + half * 2 + (j & 1);
+                // Within 2e-7 of tanh.
+                const float th = fmaf(-2.f, reciprocal_of(1.f + exp2_of(fmaf(acc[i], column.y, column.z))), 1.f);
+                // y and the shift may be large and near each other: the products are not rounded before the sum.
+                const float y = fmaf(acc[i], kLog2E, fmaf(column.x, kLog2E, power_shift[half]));
+                const float e = exp2_of(fmaf(th, fmaf(th, kLog2E / 6, kLog2E / 2), y));
+                const float slope = fmaf(-th, th, 1.f) * fmaf(th, 1.f / 3, 0.5f);
+                total[half] += e;
+                own[i] = e * (kStore ? fmaf(scale, slope, 1.f) : slope);
+              }
+            }
+            bool fits = true;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              float& y = acc[j / 2 * 4 + half * 2 + (j & 1)];
-              y += bias;
-              shift[half] = fmaxf(shift[half], y);
+              total[half] += __shfl_xor_sync(0xffffffffu, total[half], 1);
+              total[half] += __shfl_xor_sync(0xffffffffu, total[half], 2);
+              fits = fits && (!valid[half] || (total[half] > 0x1p-12f && total[half] < 0x1p12f));
             }
-          }
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            shift[half] = fmaxf(shift[half], __shfl_xor_sync(0xffffffffu, shift[half], 1));
-            shift[half] = fmaxf(shift[half], __shfl_xor_sync(0xffffffffu, shift[half], 2));
-            if (shift[half] == -INFINITY) shift[half] = 0.f;  // zeros, not NaN
-          }
-          // Of dz or, with kStore, of dy: what the position's share is a factor of. y gives way to y - mean, or to the
-          // rest of dy.
-          float own[kColumns / 2], total[2] = {0.f, 0.f};
-#pragma unroll
-          for (int j = 0; j < 16; ++j) {
-            const int c = j / 2 * 8 + t * 2 + (j & 1);
-            const float4 column = forward_table[c];
-            [[maybe_unused]] float4 gradient;
-            if constexpr (kStore) gradient = backward_table[c];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const int i = j / 2 * 4 + half * 2 + (j & 1);
-              const float centered = acc[i] - column.y;
-              // Within 2e-7 of tanh.
-              const float th = fmaf(-2.f, reciprocal_of(1.f + exp2_of(fmaf(centered, column.z, column.w))), 1.f);
-              // y and the shift may be large and near each other: their difference first.
-              const float power = fmaf(acc[i] - shift[half], kLog2E, th * fmaf(th, kLog2E / 6, kLog2E / 2));
-              const float e = exp2_of(power);
-              const float slope = fmaf(-th, th, 1.f) * fmaf(th, 1.f / 3, 0.5f);
-              total[half] += e;
-              own[i] = e * (kStore ? fmaf(gradient.x, slope, 1.f) : slope);
-              acc[i] = kStore ? fmaf(centered, gradient.y, gradient.z) : centered;
-            }
+            if (is_exact || __all_sync(0xffffffffu, fits)) break;
           }
           float share[2];
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            total[half] += __shfl_xor_sync(0xffffffffu, total[half], 1);
-            total[half] += __shfl_xor_sync(0xffffffffu, total[half], 2);
             share[half] = total[half] == 0.f ? 0.f : __fdividef(own_dlse[half], total[half]);
+            const float result = shift[half] + __logf(total[half]);
+            shift[half] = fabsf(result) < 1e30f ? result : 0.f;
           }
           if constexpr (!kStore) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              if (!valid[half]) continue;
+              if (valid[half]) continue;  // what is not may be NaN
+              share[half] = 0.f;
 #pragma unroll
               for (int j = 0; j < 16; ++j) {
+                acc[j / 2 * 4 + half * 2 + (j & 1)] = own[j / 2 * 4 + half * 2 + (j & 1)] = 0.f;
+              }
+            }
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+              const float center = forward_table[j / 2 * 8 + t * 2 + (j & 1)].w;
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
                 const int i = j / 2 * 4 + half * 2 + (j & 1);
                 const float dz = share[half] * own[i];
                 sums[j][0] += dz;
-                sums[j][1] = fmaf(dz, acc[i], sums[j][1]);
+                sums[j][1] = fmaf(dz, acc[i] + center, sums[j][1]);
               }
             }
           } else if (inside && w < q.row) {
@@ -281,8 +301,9 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
 #pragma unroll
               for (int k = 0; k < 2; ++k) {
                 const int i = j / 2 * 4 + k;
-                const float v[2] = {valid[0] ? fmaf(share[0], own[i], acc[i]) : 0.f,
-                                    valid[1] ? fmaf(share[1], own[i + 2], acc[i + 2]) : 0.f};
+                const float4 column = backward_table[j / 2 * 8 + t * 2 + k];
+                const float v[2] = {valid[0] ? fmaf(share[0], own[i], fmaf(acc[i], column.y, column.z)) : 0.f,
+                                    valid[1] ? fmaf(share[1], own[i + 2], fmaf(acc[i + 2], column.y, column.z)) : 0.f};
                 if (j / 2 * 8 + t * 2 + k < p.c_out) store_vec(to + k * p.stored_stride_c, pack<Element>(v));
               }
             }

@@ -2,6 +2,7 @@
 // from the convolution's input: its launch plan and its arguments.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "conv3d/few_channels/params.h"
@@ -25,7 +26,11 @@ struct ConvNormLseParams {
   GroupNormPassesBwdParams norm;  // the first pass writes its partial sums, the second reads its rows
 };
 
-// That of the kernel which stores the convolution, with the warps of a longer epilogue.
+// Cycles that a warpgroup takes for a row of 64 positions, beside two others, measured on an H200.
+inline constexpr double kNormLseRowCycles = 5000;
+
+// As that of the kernel which stores the convolution, but for the epilogue, which takes longer: three warpgroups
+// compute and share the strips of each tile evenly, while one loads the next.
 inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& limits) {
   const auto refuse = refused<FewChannelsPlan>;
   if (q.groups != 1) return refuse("logsumexp over channels needs groups = 1");
@@ -38,12 +43,25 @@ inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& lim
   if (!p.chunked) return refuse("input channels that 16 bytes of a position do not divide");
   p.math = math;  // weights in two parts, where that is 3xTF32
   p.producers = kNormLseProducers, p.consumers = kNormLseConsumers;
-  p.smem_bytes = few_channels_smem_layout(p).total * 4;
-  while (p.smem_bytes > limits.smem_per_block && p.stages > 2) {
-    --p.stages;
-    p.smem_bytes = few_channels_smem_layout(p).total * 4;
-  }
-  return p.smem_bytes <= limits.smem_per_block ? p : refuse("a tile does not fit in shared memory");
+  plan_detail::BestTile best{q, limits};
+  plan_detail::for_each_tile(
+      plan_detail::whole_strips(q.out[2], p.strip, 4096), p.strip, q.out[1], [&](int w, int rows) {
+        for (int segments : {1, 2, 3, 6}) {
+          if (segments > 1 && (segments - 1) * rows >= q.out[1]) break;
+          for (int d : {1, 2, 3, 4, 6}) {
+            if (d > q.out[0]) break;
+            for (p.stages = kFewChannelsStages; p.stages >= 2; --p.stages) {
+              if (!plan_detail::few_channels_tile(&p, q, limits, d, rows, segments, w)) continue;
+              const double halo = double(p.halo[0]) * p.halo[1] * p.vectors * 4 * p.words * 4 / 20.0 + 1000;
+              const int rounds = ((p.strips + 3) / 4 + p.consumers - 1) / p.consumers;
+              const double tile = std::max(rounds * p.rows * kNormLseRowCycles, halo);
+              best.offer(p, double(p.tiles_per_sample) * (tile + (p.stages > 2 ? 0.1 : 0.3) * halo + 300));
+            }
+          }
+        }
+      });
+  if (!best.fits) return refuse("no tile with its halo and weights fits");
+  return best.plan;
 }
 
 // Plans of all the passes. The gradient of all samples is stored between them, in rows of made_row_elements, which both
