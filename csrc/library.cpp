@@ -34,6 +34,12 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
       "Tensor channel_mean, Tensor mean, Tensor rstd, int num_groups, int[] stride, int[] padding, int[] dilation, "
       "int groups, bool[3] mask, *, str backend=\"auto\", bool? allow_tf32=None) -> (Tensor, Tensor, Tensor, Tensor, "
       "Tensor)");
+  // The same of conv2d_group_norm_tanh_hardswish_residual_logsumexp.
+  m.def(
+      "conv_group_norm_lse_gradients(Tensor dout, Tensor x, Tensor weight, Tensor? bias, Tensor? gn_weight, "
+      "Tensor? gn_bias, Tensor mean, Tensor rstd, int num_groups, int[] stride, int[] padding, int[] dilation, "
+      "int groups, bool[3] mask, *, str backend=\"auto\", bool? allow_tf32=None) -> (Tensor, Tensor, Tensor, Tensor, "
+      "Tensor)");
 
   // GroupNorm.
   m.def("group_stats(Tensor x, int num_groups, float eps=1e-5) -> (Tensor, Tensor)");

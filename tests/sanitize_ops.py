@@ -473,6 +473,9 @@ def pipelines_of_several_tiles() -> None:
         x, weight = tensor(2, 3, 4, 11, 20, dtype=dtype, channels_last=last), tensor(c_out, 3, 2, 3, 3, dtype=dtype)
         own = {"allow_tf32": tf32, "backend": "kgopt"} if DEVICE == "cuda" else {}
         run_chain(f"conv3d_group_norm_mean {label}", MEAN, x, weight, c_out, 8, backward=True, **own)
+        if tf32 and c_out > 32:  # whose gradients need no kernel of cuDNN's
+            x, weight = tensor(2, 8, 11, 38, dtype=dtype, channels_last=last), tensor(c_out, 8, 3, 3, dtype=dtype)
+            run_chain(f"conv2d_..._logsumexp backward {label}", LOGSUMEXP, x, weight, c_out, 8, backward=True, **own)
         for size in ((11, 30), (38, 150)):
             x, weight = tensor(2, 7, *size, dtype=dtype, channels_last=last), tensor(c_out, 7, 3, 3, dtype=dtype)
             run_chain(f"conv2d_..._logsumexp {label} {size}", LOGSUMEXP, x, weight, c_out, 8, allow_tf32=tf32)

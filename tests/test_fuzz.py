@@ -112,7 +112,8 @@ def test_every_op_is_drawn():
     }
     functions = {"group_norm_scale_shift"}  # without an op of their own
     # On CUDA alone; the gradients of pipelines, which are drawn, call them.
-    inside = {"conv_group_norm_mean_gradients", "group_norm_tanh_hardswish_residual_logsumexp_backward_"}
+    made = {"conv_group_norm_lse_gradients", "conv_group_norm_mean_gradients"}
+    inside = made | {"group_norm_tanh_hardswish_residual_logsumexp_backward_"}
     assert {o for o in ops - inside if not o.startswith(("explain_", "build_info"))} | functions == set(TARGETS)
 
 

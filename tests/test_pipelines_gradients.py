@@ -233,11 +233,69 @@ def test_first_pipelines_training_never_stores_the_output(dtype, needs_x):
     assert peak <= (x.nbytes + 130 * 2**20 if needs_x else 0) + 8 * 2**20, peak
 
 
+# n, c_in, c_out, groups, size, kernel, padding; then what x's gradient does not take: stride.
+LSE_MADE = {
+    "headline": (4, 8, 64, 16, (128, 128), (3, 3), 0, 1),
+    "padded": (3, 8, 64, 8, (17, 40), (3, 3), 1, 1),
+    "odd": (5, 8, 40, 5, (11, 40), (2, 3), 0, 1),
+    "one by one": (2, 8, 48, 4, (9, 32), (1, 1), 0, 1),
+    "wide": (2, 8, 64, 1, (7, 200), (3, 3), (1, 0), 1),
+    "large": (2, 8, 64, 16, (24, 64), (3, 3), 0, 1),
+    "strided": (3, 8, 64, 8, (25, 40), (3, 3), (1, 1), (2, 1)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's")
+@pytest.mark.parametrize("precision", ["tf32", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("case", LSE_MADE)
+def test_third_pipelines_gradients_without_the_output(case, precision, monkeypatch, poisoned):
+    n, c_in, c_out, groups, size, kernel, padding, stride = LSE_MADE[case]
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    x, weight = torch.randn(n, c_in, *size, device="cuda"), torch.randn(c_out, c_in, *kernel, device="cuda") * 0.3
+    if case == "large":  # exponentials that are out of range without a shift
+        x = x * 300
+    bias, gamma, beta = torch.randn(3, c_out, device="cuda")
+    args = [t.to(dtype) for t in (x, weight, bias)] + [groups, gamma.to(dtype), beta.to(dtype)]
+    geometry = {"stride": stride, "padding": padding}
+    function, ref, *_ = PIPELINES["logsumexp"]
+    taken = []
+
+    def counted(*arguments, **options):
+        taken.append(run(*arguments, **options))
+        return taken[-1]
+
+    run = pipelines._lse_gradients
+    monkeypatch.setattr(pipelines, "_lse_gradients", counted)
+    dout = torch.randn(ref(*args, **geometry).shape, device="cuda")
+
+    def of(function, values, **options):
+        if stride == 1:
+            return gradients(lambda *v: function(*v, **geometry, **options), values, dout)
+        return gradients(lambda *rest: function(values[0], *rest, **geometry, **options), values[1:], dout)
+
+    mine, again = (of(function, args, backend="kgopt") for _ in range(2))
+    theirs = of(ref, args)
+    assert [t[-1].numel() for t in taken] == [c_out, c_out], "it was another path"
+    doubles = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
+    exact = ideal = of(ref, doubles)
+    if precision == "tf32":
+        monkeypatch.setattr(reference.F, "conv2d", IdealConv.apply)
+        ideal = of(ref, doubles)
+    names = ("x", "weight", "bias", "gamma", "beta")[-len(mine) :]
+    for name, m, a, t, e, i in zip(names, mine, again, theirs, exact, ideal, strict=True):
+        assert torch.equal(m, a), name
+        error, bar = relative_error(m, e), accuracy.allowed(dtype, relative_error(t, e), relative_error(i, e))
+        assert m.dtype == t.dtype
+        assert error <= bar, (name, error, bar)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_third_pipelines_training_stores_one_tensor_of_the_outputs_size(dtype, layout):
-    """The gradient is written over the convolution's output."""
+    """The gradient alone, or written over the convolution's output."""
     x = torch.randn(16, 8, 128, 128, device="cuda", dtype=dtype)
     x = x.contiguous(memory_format=torch.channels_last if layout == "channels_last" else torch.contiguous_format)
     weight, out = torch.randn(64, 8, 3, 3, device="cuda", dtype=dtype), 16 * 64 * 126 * 126 * dtype.itemsize

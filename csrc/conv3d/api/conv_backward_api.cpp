@@ -5,11 +5,14 @@
 
 #include "conv3d/api/autotune.h"
 #include "conv3d/api/call.h"
+#include "conv3d/few_channels/start.h"
 #include "conv3d/gradients/few_dgrad/few_dgrad.h"
 #include "conv3d/gradients/few_wgrad/few_wgrad.h"
 #include "conv3d/gradients/head/head.h"
+#include "conv3d/gradients/norm_lse/norm_lse.h"
 #include "conv3d/gradients/wgrad/wgrad.h"
 #include "groupnorm/api/group_norm_api.h"
+#include "groupnorm/lse_backward/lse_backward.h"
 #include "layout/layout_api.h"
 #include "reduce/reduce.h"
 
@@ -572,10 +575,88 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_mean_gradient
   return {dx, mask[1] ? dweight : none, dbias, std::get<0>(affine), std::get<1>(affine)};
 }
 
+// The third pipeline's gradients, likewise: the convolution is computed twice from x, in registers, once for the norm's
+// sums and once for dy. Where another kernel is the choice for a gradient, or the passes are not for such a
+// convolution, the last result is empty, and nothing has been done.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_lse_gradients(
+    Tensor dout, Tensor x, Tensor weight, OptTensor bias, OptTensor gn_weight, OptTensor gn_bias, Tensor mean,
+    Tensor rstd, int64_t num_groups, IntArray stride, IntArray padding, IntArray dilation, int64_t groups,
+    std::vector<bool> mask, std::string backend, std::optional<bool> allow_tf32) {
+  const char* const op = "conv_group_norm_lse_gradients";
+  const int rank = static_cast<int>(stride.size());
+  KGOPT_CHECK(rank == 2 || rank == 3, op, ": stride is ", list_string(stride), ", expected 2 or 3 values");
+  const Tensor planes = planar(x), narrow = as_type_of(weight, x);
+  const OptTensor narrow_bias = bias ? OptTensor(as_type_of(*bias, x)) : std::nullopt;
+  const ConvArgs args{op,     planes, narrow, narrow_bias, stride,     padding, dilation, IntArray(rank, 0),
+                      groups, false,  rank,   backend,     allow_tf32, true};
+  const ConvShape shape = check_conv_args(args);
+  KGOPT_CHECK(mask.size() == 3, op, ": mask has ", mask.size(), " values, expected 3");
+  check_group_norm_affine(op, x, shape.c_out, num_groups, gn_weight, gn_bias);
+  IntArray dout_sizes = shape.out_sizes;
+  dout_sizes[1] = 1;
+  check_same_device(op, "dout", dout, x);
+  check_shape(op, "dout", dout, dout_sizes);
+  check_statistics(op, "mean", mean, x, {shape.n, num_groups});
+  check_statistics(op, "rstd", rstd, x, {shape.n, num_groups});
+  const DeviceGuard guard(x.get_device_index());
+  const Tensor none = empty_like_shape(x, {0});
+  Tensor dx = none, dweight = none, dbias = none;
+  const std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> refused{none, none, none, none, none};
+  if (shape.is_empty() || !x.is_contiguous() || backend == "aten") return refused;
+  const auto choice = choose_gradients(args, shape);
+  const bool few = (!(mask[1] || mask[2]) || std::holds_alternative<FewWgradPlan>(choice->dweight)) &&
+                   (!mask[0] || std::holds_alternative<FewDgradPlan>(choice->dx));
+  if (!few) return refused;
+  const ConvProblem problem = problem_of(args, shape, ConvEpilogue::kResidualLse);
+  const DeviceLimits limits = limits_of(args);
+  ConvKey key = conv_key(problem, limits, ConvBackend::kAuto);
+  key[12] = 102;
+  const auto plans = remembered(key, [&] { return plan_norm_lse(problem, limits); });
+  if (plans->refusal(mask)) return refused;
+
+  const auto stream = stream_of(x);
+  const int size = static_cast<int>(dtype_size(shape.dtype));
+  const CallOperands operands(args, shape);
+  ConvNormLseParams p{few_channels_params(operands, plans->norm)};
+  p.norm.dims = {shape.n, shape.c_out, shape.out[0] * shape.out[1] * shape.out[2], num_groups, false, shape.dtype};
+  p.norm.slices = plans->norm.slices;
+  const Tensor dense_dout = dense_in(
+      dout.scalar_type() == stats_type(x) ? dout : torch::stable::to(dout, stats_type(x)), MemoryFormat::Contiguous);
+  const Tensor dense_mean = dense_in(mean, MemoryFormat::Contiguous);
+  const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
+  const OptTensor w = dense_or_none(gn_weight), b = dense_or_none(gn_bias);
+  const auto affine = allocate_affine_gradients(x, p.norm.dims, gn_weight, gn_bias);
+  Workspace space(x);
+  prepare_backward_passes(op, x, dense_mean, dense_rstd, w, b, std::tuple_cat(std::make_tuple(none), affine), &space,
+                          &p.norm);
+  p.dlse = static_cast<const float*>(dense_dout.const_data_ptr());
+  raise_on_error(op, run_conv_norm_lse_sums(p, stream));
+  raise_on_error(op, run_group_norm_passes_bwd_merge(p.norm, stream));
+  if (!(mask[0] || mask[1] || mask[2])) return {dx, dweight, dbias, std::get<0>(affine), std::get<1>(affine)};
+
+  IntArray sizes = shape.out_sizes;
+  p.row = static_cast<int>(made_row_elements(shape.out[2], size));
+  sizes.back() = p.row;
+  const Tensor dy = empty_like_shape(x, sizes, std::nullopt, MemoryFormat::Contiguous);
+  p.conv.stored = dy.mutable_data_ptr();
+  p.conv.y_stride_n = dy.stride(0);
+  p.conv.stored_stride_c = dy.stride(1);
+  spatial_strides(dy, rank, p.conv.y_stride);
+  raise_on_error(op, run_conv_norm_lse_store(p, stream));
+  if (mask[1] || mask[2]) {
+    std::optional<Tensor> sums;
+    std::tie(dweight, sums) = conv_few_wgrad(op, dy, planes, weight, shape, plans->dweight, mask[2]);
+    if (sums) dbias = *sums;
+  }
+  if (mask[0]) dx = conv_few_dgrad(op, dy, planes, weight, shape, plans->dx);
+  return {dx, mask[1] ? dweight : none, dbias, std::get<0>(affine), std::get<1>(affine)};
+}
+
 }  // namespace
 }  // namespace kgopt
 
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("conv_backward", TORCH_BOX(&kgopt::conv_backward));
   m.impl("conv_group_norm_mean_gradients", TORCH_BOX(&kgopt::conv_group_norm_mean_gradients));
+  m.impl("conv_group_norm_lse_gradients", TORCH_BOX(&kgopt::conv_group_norm_lse_gradients));
 }

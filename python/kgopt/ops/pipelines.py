@@ -49,6 +49,7 @@ CONV_LSE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
 _lse_backward, _lse_backward_in_place = in_backward(LSE_BACKWARD), in_backward(f"{LSE_BACKWARD}_")
 _group_stats, _mean_fwd = in_backward("group_stats"), in_backward("group_norm_mean_fwd")
 _mean_gradients = in_backward("conv_group_norm_mean_gradients")
+_lse_gradients = in_backward("conv_group_norm_lse_gradients")
 # Pairs of input and output channels up to which a forward may leave its convolution's output out (csrc/conv3d/choice).
 _FEW_CHANNELS = json.loads(OPS.build_info()).get("few_channels", ())
 _FEW_PRODUCTS = 96  # of an output value in fp32 that take about as long as a pass over the output, on an H200
@@ -173,10 +174,10 @@ def _is_plain(x: Tensor) -> bool:
     return FORWARD_AD[LEVEL] < 0
 
 
-def _mean_gradients_without_output(  # type: ignore[no-untyped-def]
-    ctx: Any, dout: Tensor, x: Tensor, weight: Tensor, bias, gn_weight, *statistics: Tensor
+def _gradients_without_output(  # type: ignore[no-untyped-def]
+    ctx: Any, op: Callable[..., Any], dout: Tensor, x: Tensor, weight: Tensor, *others: Tensor | None
 ) -> Any:
-    """The gradients by kernels that make the convolution's output in shared memory; None where they do not apply.
+    """The gradients by kernels that make the convolution's output on chip; None where they do not apply.
 
     The output stays in float32 there, so that the forward's statistics fit.
     """
@@ -187,8 +188,7 @@ def _mean_gradients_without_output(  # type: ignore[no-untyped-def]
         return None
     geometry, wanted = (ctx.stride, ctx.padding, ctx.dilation, ctx.groups), wants_gradient(ctx, 0, 1, 2)
     options = {"backend": ctx.backend, "allow_tf32": ctx.allow_tf32}
-    tensors = dout, x, weight, bias, gn_weight, *statistics
-    gradients = _mean_gradients(*tensors, ctx.num_groups, *geometry, wanted, **options)
+    gradients = op(dout, x, weight, *others, ctx.num_groups, *geometry, wanted, **options)
     return gradients if gradients[-1].numel() > 0 else None
 
 
@@ -196,7 +196,7 @@ def _conv_mean_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, gn_bias, channel_mean, mean, rstd = ctx.saved_tensors
     dout = reaching(gn_bias, dout)
     planes = _inputs(ctx, x, weight)
-    made = _mean_gradients_without_output(ctx, dout, *planes, bias, gn_weight, channel_mean, mean, rstd)
+    made = _gradients_without_output(ctx, _mean_gradients, dout, *planes, bias, gn_weight, channel_mean, mean, rstd)
     if made is not None:
         return _in_order(ctx, made[:3], made[3], made[4], like=(x, weight))
     c = _conv_again(ctx, *planes, bias)
@@ -219,6 +219,10 @@ def _conv_relu_norm_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
 def _conv_lse_backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
     x, weight, bias, gn_weight, gn_bias, mean, rstd = ctx.saved_tensors
     planes = _inputs(ctx, x, weight)
+    norm = gn_weight, gn_bias, mean, rstd
+    made = _gradients_without_output(ctx, _lse_gradients, dout, *planes, bias, *norm)
+    if made is not None:
+        return _in_order(ctx, made[:3], made[3], made[4], like=(x, weight))
     c = _conv_again(ctx, *planes, bias)
     if _rounds_otherwise(ctx, c):
         mean, rstd = _group_stats(c, ctx.num_groups, ctx.eps)

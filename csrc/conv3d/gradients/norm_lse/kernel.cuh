@@ -1,0 +1,347 @@
+// With y the convolution's output, xhat = (y - mean) rstd, t = tanh(xhat weight + bias), r = y + t (t + 3) / 6:
+//   p  = dlse exp(r) / sum_channels exp(r)                        the gradient of r
+//   dz = p (1 - t^2) (t / 3 + 1/2)
+//   dy = p + rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
+// Two passes over x compute y alike, in registers: the first adds up dz and dz xhat, the second stores dy. y itself is
+// never stored, so that neither pass reads more than x and dlse, and what is rounded is dy alone.
+//
+// Products and their operands are those of conv3d/few_channels/gather/kernel.cuh: rows are positions, columns all the
+// channels, so that what belongs to a position stays within four lanes. Of a strip a lane has neighbouring positions,
+// 2 g and 2 g + 1, which it stores together.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "common/async.cuh"
+#include "common/dependent_launch.cuh"
+#include "common/dtype.cuh"
+#include "common/mma.cuh"
+#include "common/wgmma.cuh"
+#include "conv3d/few_channels/load.cuh"
+#include "conv3d/few_channels/weights.cuh"
+#include "conv3d/gradients/norm_lse/params.h"
+#include "conv3d/implicit_gemm/kernel.cuh"
+#include "groupnorm/shared/affine_row.cuh"
+
+namespace kgopt {
+
+namespace norm_lse {
+
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal_of(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+inline constexpr float kLog2E = 1.44269504088896340736f;
+
+}  // namespace norm_lse
+
+template <ConvMath kMath, bool kLargeBatch, bool kStore>
+__global__ void __launch_bounds__(kNormLseThreads, 1)
+    conv_norm_lse_kernel(const __grid_constant__ ConvNormLseParams q) {
+#if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using namespace norm_lse;
+  using Element = typename ConvMathTraits<kMath>::Element;
+  constexpr int kColumns = kNormLseColumns, kProducers = kNormLseProducers, kConsumers = kNormLseConsumers;
+  constexpr int kLoaders = 128 * kProducers, kWarps = kConsumers * 4, kThreads = kNormLseThreads;
+  constexpr int kSplit = ConvMathTraits<kMath>::kSplit, kBatch = few_channels_batch(kMath, 1, kLargeBatch);
+  constexpr WgmmaType kType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
+                              : kMath == ConvMath::kFp16 ? WgmmaType::kFp16
+                                                         : WgmmaType::kTf32;
+  static_assert(kWarps * kColumns * 2 + kColumns * 4 <= kColumns * 3 * kWarps, "scratch is that of moments");
+  extern __shared__ __align__(128) uint32_t smem[];
+  const FewChannelsParams& p = q.conv;
+  const FewChannelsPlan& plan = p.plan;
+  const FewChannelsSmemLayout layout = few_channels_smem_layout(plan);
+  uint64_t* const full = reinterpret_cast<uint64_t*>(smem + layout.barriers);
+  uint64_t* const empty = full + 4;
+  uint32_t* const weights = smem + layout.weights;
+  int* const offsets = reinterpret_cast<int*>(smem + layout.offsets);
+  int2* const strip_table = reinterpret_cast<int2*>(smem + layout.strips);
+  float* const scratch = reinterpret_cast<float*>(smem + layout.scratch);
+  // Of a column: bias, scale and offset that make of its products twice z in powers of 2, and what centers them.
+  float4* const forward_table = reinterpret_cast<float4*>(smem + layout.columns);
+  // rstd weight, then factor and offset that make of its products dy's part without the position's share, and rstd.
+  float4* const backward_table = reinterpret_cast<float4*>(scratch + kWarps * kColumns * 2);
+  uint32_t* const halo = smem + layout.halo;
+  const int stage_words = few_channels_stage_words(plan);
+  const int tid = threadIdx.x;
+  const int64_t n = blockIdx.x / plan.slices, slice = blockIdx.x % plan.slices;
+
+  // K entry -> byte offset in the halo. Padded entries point at the plane of zeros: a zero weight alone would turn an
+  // infinite input into a NaN.
+  for (int i = tid * 4; i < plan.k_steps * 8; i += kThreads * 4) {
+    int offset = few_channels_planes(plan) * plan.plane;
+    if (i < plan.k_words) {
+      const int word = i % plan.words, tap = i / plan.words;
+      const int w = tap % plan.kernel[2], h = tap / plan.kernel[2] % plan.kernel[1];
+      const int d = tap / (plan.kernel[2] * plan.kernel[1]);
+      offset = word / 4 * plan.plane +
+               ((d * plan.dilation[0] * plan.halo[1] + h * plan.dilation[1]) * plan.pitch + w * plan.dilation[2]) * 4;
+    }
+    offsets[(i >> 2 & 1) * plan.k_steps + i / 8] = offset * 4;
+  }
+  few_channels_weight_table<kMath, kColumns, 1>(p, reinterpret_cast<int2*>(halo), tid, kThreads);
+  __syncthreads();
+  few_channels_load_weights<kMath, kColumns, 1>(p, reinterpret_cast<const int2*>(halo), 0, 0, p.c_out, weights, tid,
+                                                kThreads);
+  __syncthreads();  // the halo's space is free again
+  for (int i = tid; i < plan.strips; i += kThreads) {
+    const int per_row = plan.tile[2] / kFewChannelsStrip;
+    const int w = i % per_row * kFewChannelsStrip, h = i / per_row % plan.segments * plan.rows;
+    const int d = i / (per_row * plan.segments);
+    const int base = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w * plan.step[2];
+    strip_table[i] = make_int2(base * 16, d << 24 | h << 14 | w);
+  }
+  for (int c = tid; c < kColumns; c += kThreads) {
+    // A padded column's exponential is 0.
+    float4 forward = make_float4(-INFINITY, 0.f, 0.f, 0.f), backward = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (c < p.c_out) {
+      AffineRow<float> row;
+      const float bias = p.bias ? to_acc(static_cast<const Element*>(p.bias)[c]) : 0.f;
+      if constexpr (kStore) {
+        const GradientRow<float> of_dy = static_cast<const GradientRow<float>*>(q.norm.rows)[n * p.c_out + c];
+        row = of_dy.affine;
+        backward.y = -row.rstd * (row.rstd * of_dy.term_xhat);
+        backward.z = fmaf(bias - row.mean, backward.y, -row.rstd * of_dy.term);
+      } else {
+        row = make_affine_row<float>(q.norm.affine, n, c);
+      }
+      backward.x = row.rstd * row.weight, backward.w = row.rstd;
+      forward = make_float4(bias, backward.x * (2 * kLog2E), fmaf(bias - row.mean, backward.x, row.bias) * (2 * kLog2E),
+                            bias - row.mean);
+    }
+    forward_table[c] = forward, backward_table[c] = backward;
+  }
+  few_channels_prepare_stages(plan, layout, smem, kThreads, kLoaders, kWarps);
+  wgmma_fence_shared();  // the weights
+  __syncthreads();
+
+  int tile_count;
+  TileCursor cursor = few_channels_tiles(plan, slice, &tile_count);
+  const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
+  if (tid < kLoaders) {
+    share_registers<kProducers, kConsumers, false>();
+    few_channels_load_tiles<kMath, true, kProducers>(p, layout, smem, n, 0, cursor, tile_count);
+  } else {
+    share_registers<kProducers, kConsumers, true>();
+    const int lane = tid & 31, warp = tid / 32 - kLoaders / 32, g = lane >> 2, t = lane & 3;
+    const int jobs = (plan.strips + 3) / 4;
+    uint32_t b_first = wgmma_b_descriptor(shared_address(weights));
+    asm volatile("" : "+r"(b_first));  // else it would be computed again for each product
+    constexpr int kBStep = kColumns * 8 * 4 / 16;
+    // ldmatrix takes the address of row `lane` % 16 of the first four words (lanes below 16) and the last four; row g
+    // is position 2 g, and row g + 8 the next one.
+    const int lane_bytes = ((lane & 7) * 2 + (lane >> 3 & 1)) * plan.step[2] * 16;
+    const int* const own_offsets = offsets + (lane >> 4) * plan.k_steps;
+    const int base_step = plan.step[1] * plan.pitch * 16;
+    [[maybe_unused]] const int steps = (plan.k_words + 7) / 8;
+    const int64_t positions = int64_t(p.out[0]) * p.out[1] * p.out[2];
+    const float* const dlse = q.dlse + n * positions;
+
+    [[maybe_unused]] float sums[kStore ? 1 : 16][2] = {};
+    float shift[2] = {0.f, 0.f};
+    int stage = 0, job = warp / 4;
+    uint32_t parity = 0;
+    for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
+      barrier_wait(full + stage, parity);
+      for (; job < jobs; job += kConsumers) {
+        const int s = job * 4 + (warp & 3);
+        const int2 strip = strip_table[min(s, plan.strips - 1)];
+        const int d = cursor.d * plan.tile[0] + (strip.y >> 24);
+        const int h0 = cursor.h * plan.tile[1] + ((strip.y >> 14) & 1023);
+        const int w = cursor.w * plan.tile[2] + (strip.y & 16383) + 2 * g;
+        const bool inside = s < plan.strips && d < p.out[0];
+        const bool valid[2] = {inside && w < p.out[2], inside && w + 1 < p.out[2]};
+        const int rows = min(plan.rows, p.out[1] - h0);
+        // The four warps of a warpgroup go together, wherever their strips end.
+        const int out_rows = plan.segments == 1 ? rows : plan.rows;
+        uint32_t base = shared_address(halo + stage * stage_words) + strip.x + lane_bytes;
+#pragma unroll 1
+        for (int row = 0; row < out_rows; ++row, base += base_step) {
+          float acc[kColumns / 2];
+          float own_dlse[2] = {0.f, 0.f};
+          if (row < rows) {
+            const float* const at = dlse + (int64_t(d) * p.out[1] + h0 + row) * p.out[2] + w;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              if (valid[half]) own_dlse[half] = at[half];
+            }
+          }
+          if constexpr (kSplit == 2) {
+            // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
+            uint32_t raw[4];
+            load_matrices(raw, base + own_offsets[0]);
+#pragma unroll 1
+            for (int k = 0; k < steps; ++k) {
+              uint32_t high[4], low[4];
+#pragma unroll
+              for (int i = 0; i < 4; ++i) split_tf32_for_stats(__uint_as_float(raw[i]), &high[i], &low[i]);
+              float partial[kColumns / 2];
+              const uint32_t b = b_first + k * kBStep;
+              wgmma_fence();
+              wgmma<kType, kColumns>(partial, low, b, false);
+              wgmma<kType, kColumns>(partial, high, b + plan.k_steps * kBStep, true);
+              wgmma<kType, kColumns>(partial, high, b, true);
+              wgmma_commit();
+              if (k + 1 < steps) load_matrices(raw, base + own_offsets[k + 1]);
+              wgmma_wait<0>();
+              wgmma_use(partial);
+#pragma unroll
+              for (int i = 0; i < kColumns / 2; ++i) acc[i] = k == 0 ? partial[i] : acc[i] + partial[i];
+            }
+          } else {
+            for (int first = 0; first < plan.k_steps; first += kBatch) {
+              uint32_t a[kBatch][4];
+#pragma unroll
+              for (int i = 0; i < kBatch; ++i) load_matrices(a[i], base + own_offsets[first + i]);
+              wgmma_fence();
+#pragma unroll
+              for (int i = 0; i < kBatch; ++i) {
+                wgmma<kType, kColumns>(acc, a[i], b_first + (first + i) * kBStep, i > 0 || first > 0);
+              }
+              wgmma_commit();
+              wgmma_wait<0>();
+            }
+            wgmma_use(acc);
+          }
+          if (row >= rows) continue;
+
+          // Of dz or, with kStore, of dy: what the position's share is a factor of. The shift is what the row before
+          // came to; where that is too far off, at the first row and where values leap, it is the largest y.
+          float own[kColumns / 2], total[2];
+          for (bool is_exact = false;; is_exact = true) {
+            if (is_exact) {
+              shift[0] = shift[1] = -INFINITY;
+#pragma unroll
+              for (int j = 0; j < 16; ++j) {
+                const float bias = forward_table[j / 2 * 8 + t * 2 + (j & 1)].x;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                  shift[half] = fmaxf(shift[half], acc[j / 2 * 4 + half * 2 + (j & 1)] + bias);
+                }
+              }
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                shift[half] = fmaxf(shift[half], __shfl_xor_sync(0xffffffffu, shift[half], 1));
+                shift[half] = fmaxf(shift[half], __shfl_xor_sync(0xffffffffu, shift[half], 2));
+                if (shift[half] == -INFINITY) shift[half] = 0.f;  // zeros, not NaN
+              }
+            }
+            const float power_shift[2] = {-shift[0] * kLog2E, -shift[1] * kLog2E};
+            total[0] = total[1] = 0.f;
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+              const int c = j / 2 * 8 + t * 2 + (j & 1);
+              const float4 column = forward_table[c];
+              [[maybe_unused]] const float scale = kStore ? backward_table[c].x : 0.f;
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                const int i = j / 2 * 4 + half * 2 + (j & 1);
+                // Within 2e-7 of tanh.
+                const float th = fmaf(-2.f, reciprocal_of(1.f + exp2_of(fmaf(acc[i], column.y, column.z))), 1.f);
+                // y and the shift may be large and near each other: the products are not rounded before the sum.
+                const float y = fmaf(acc[i], kLog2E, fmaf(column.x, kLog2E, power_shift[half]));
+                const float e = exp2_of(fmaf(th, fmaf(th, kLog2E / 6, kLog2E / 2), y));
+                const float slope = fmaf(-th, th, 1.f) * fmaf(th, 1.f / 3, 0.5f);
+                total[half] += e;
+                own[i] = e * (kStore ? fmaf(scale, slope, 1.f) : slope);
+              }
+            }
+            bool fits = true;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              total[half] += __shfl_xor_sync(0xffffffffu, total[half], 1);
+              total[half] += __shfl_xor_sync(0xffffffffu, total[half], 2);
+              fits = fits && (!valid[half] || (total[half] > 0x1p-12f && total[half] < 0x1p12f));
+            }
+            if (is_exact || __all_sync(0xffffffffu, fits)) break;
+          }
+          float share[2];
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            share[half] = total[half] == 0.f ? 0.f : __fdividef(own_dlse[half], total[half]);
+            const float result = shift[half] + __logf(total[half]);
+            shift[half] = fabsf(result) < 1e30f ? result : 0.f;
+          }
+          if constexpr (!kStore) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              if (valid[half]) continue;  // what is not may be NaN
+              share[half] = 0.f;
+#pragma unroll
+              for (int j = 0; j < 16; ++j) {
+                acc[j / 2 * 4 + half * 2 + (j & 1)] = own[j / 2 * 4 + half * 2 + (j & 1)] = 0.f;
+              }
+            }
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+              const float center = forward_table[j / 2 * 8 + t * 2 + (j & 1)].w;
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                const int i = j / 2 * 4 + half * 2 + (j & 1);
+                const float dz = share[half] * own[i];
+                sums[j][0] += dz;
+                sums[j][1] = fmaf(dz, acc[i] + center, sums[j][1]);
+              }
+            }
+          } else if (inside && w < q.row) {
+            Element* to = static_cast<Element*>(p.stored) + n * p.y_stride_n + t * 2 * p.stored_stride_c +
+                          d * p.y_stride[0] + (h0 + row) * p.y_stride[1] + w;
+            const int64_t block_step = 8 * p.stored_stride_c;
+#pragma unroll
+            for (int j = 0; j < 16; j += 2, to += block_step) {
+              asm("" : "+l"(to));  // else all addresses are kept in registers
+#pragma unroll
+              for (int k = 0; k < 2; ++k) {
+                const int i = j / 2 * 4 + k;
+                const float4 column = backward_table[j / 2 * 8 + t * 2 + k];
+                const float v[2] = {valid[0] ? fmaf(share[0], own[i], fmaf(acc[i], column.y, column.z)) : 0.f,
+                                    valid[1] ? fmaf(share[1], own[i + 2], fmaf(acc[i + 2], column.y, column.z)) : 0.f};
+                if (j / 2 * 8 + t * 2 + k < p.c_out) store_vec(to + k * p.stored_stride_c, pack<Element>(v));
+              }
+            }
+          }
+        }
+      }
+      job -= jobs;
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + stage);
+      if (++stage == plan.stages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+
+    if constexpr (!kStore) {
+      // Thread -> warp (positions of one channel lie in the lanes of equal t) -> block, always in the same order.
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float sum = sums[j][i];
+#pragma unroll
+          for (int mask = 4; mask <= 16; mask *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+          if (g == 0) scratch[(warp * kColumns + j / 2 * 8 + t * 2 + (j & 1)) * 2 + i] = sum;
+        }
+      }
+      named_barrier(1, kWarps * 32);
+      const int at = tid - kLoaders;
+      if (at < p.c_out * 2) {
+        float sum = 0.f;
+        for (int i = 0; i < kWarps; ++i) sum += scratch[i * kColumns * 2 + at];
+        if (at % 2 == 1) sum *= backward_table[at / 2].w;
+        static_cast<float*>(q.norm.partial_sums)[(n * plan.slices + slice) * p.c_out * 2 + at] = sum;
+      }
+    }
+  }
+#endif
+}
+
+}  // namespace kgopt
