@@ -286,31 +286,14 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
             continue
         state = _wrapped.add(module, GlueState)
         state.faster.update(found)
-        state.always = {}
-        state.folds = {}
-        for (kind, *_, contiguous), option in state.faster.items():
-            how = state.folds if kind == "upsampled" else state.always
-            how[contiguous] = option if how.get(contiguous, option) == option else ""
-        state.kinds = _compiled_kinds(state.faster)
-        state.plans.clear()
+        state.settle()
         count += sum(map(bool, found.values()))
     return count
 
 
-def _compiled_kinds(faster: dict[Any, str]) -> tuple[str, ...]:
-    """For GlueState.kinds: among the calls that _Upsample and sums replace, those of channels_last tensors.
-
-    Nearest upsampling is the compiler's own in either case: what matters is that its result may be channels_last.
-    """
-    found: dict[str, bool] = {}
-    for (kind, _, kept, *_, contiguous), how in faster.items():
-        if not contiguous and kind in ("linear", "nearest"):
-            found[kind] = found.get(kind, True) and kept and (kind == "nearest" or bool(how))
-    return tuple(kind for kind, always in found.items() if always)
-
-
 _wrapped: Wrapped[GlueState] = Wrapped("glue")
-modules_of, state_of, forget, adopt = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget, _wrapped.adopt
+modules_of, state_of, forget = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget
+adopt, swap = _wrapped.adopt, _wrapped.swap
 
 
 def _wrap(original: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
