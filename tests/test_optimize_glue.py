@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
+from kgopt import accuracy
 from kgopt._layout import is_dense_channels_last
 from kgopt.rewrite import classes, clocks, convolved, glue, known, layout, measuring, policy, watching, whole
 from kgopt.rewrite.disguise import original_class
@@ -304,6 +305,39 @@ def test_padding_modes_of_what_was_replaced_and_of_other_inputs(monkeypatch):
         monkeypatch.undo()
         monkeypatch.setattr(plans, "border_of", lambda conv: None)
         torch.testing.assert_close(model(x), original(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_batch_norm_by_running_statistics(affine, channels_last, dtype, monkeypatch):
+    norm = nn.BatchNorm2d(6, eps=1e-3, affine=affine).to("cuda", dtype).eval()
+    for t in (norm.running_mean, norm.running_var, *norm.parameters()):
+        t.data.uniform_(0.5, 2.0)
+    x = draw((3, 6, 33, 20), dtype, channels_last, "cuda") * 3 + 1
+    original = copy.deepcopy(norm)
+    with torch.no_grad():
+        assert found(norm, x) == 1
+        for change in (lambda m: None, lambda m: m.running_mean.add_(1.0), lambda m: m.running_var.data.mul_(2.0)):
+            for m in (norm, original):
+                change(m)
+            kinds, y = kinds_run(norm, x, monkeypatch)
+            assert kinds == ["batch_norm"]
+            exact = copy.deepcopy(original).double()(x.double())
+            allowed = accuracy.allowed(dtype, accuracy.relative_error(original(x), exact))
+            assert accuracy.relative_error(y, exact) <= allowed
+            assert y.stride() == original(x).stride()
+    norm.train()
+    assert kinds_run(norm, x, monkeypatch)[0] == []
+
+
+def test_batch_norms_that_are_pytorchs():
+    x, statistics = torch.randn(2, 3, 4, 5), (torch.zeros(3), torch.ones(3))
+    assert glue.recognize(F.batch_norm, (x, *statistics), {}) is None, "the CPU's op computes the moments again"
+    for more in ({"training": True}, {"weight": torch.ones(3).double()}):
+        assert glue.recognize(F.batch_norm, (x, *statistics), more) is None
+    assert glue.recognize(F.batch_norm, (x, None, None), {"training": True}) is None
 
 
 class Clocks:

@@ -170,9 +170,10 @@ def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor, origina
     """The same bits, or as accurate as PyTorch's."""
     if call.kind == "attention":
         return _is_right_attention(call, expected, actual)
-    if call.kind not in ("linear", "conv", "upsampled"):
+    if call.kind not in ("linear", "batch_norm", "conv", "upsampled"):
         return torch.equal(expected, actual)
-    if call.kind != "linear" and torch.equal(expected, actual):
+    multiplies = call.kind in ("conv", "upsampled")
+    if multiplies and torch.equal(expected, actual):
         return True
     # A corner says what the errors are: convolutions in float64 are slow.
     covered: tuple[Any, ...] = ()
@@ -187,6 +188,11 @@ def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor, origina
 
         def theirs(x: Tensor, *more: Any) -> Tensor:
             return F.interpolate(x, scale_factor=2, mode=mode)
+    elif call.kind == "batch_norm":
+
+        def theirs(x: Tensor, *more: Any) -> Tensor:
+            mean, var, weight, bias = more
+            return F.batch_norm(x, mean, var, weight, bias, eps=call.argument[0])
     elif call.kind == "upsampled":
         factors, padding, groups = call.argument[:3]
         ones, zeros = (1,) * len(factors), (0,) * len(factors)
@@ -204,7 +210,7 @@ def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor, origina
     yardstick = [theirs(part, *call.more)]
     with accuracy.no_autotuning():
         exact = theirs(part.double(), *double)
-        if call.kind != "linear" and accuracy.may_take_tf32(part):
+        if multiplies and accuracy.may_take_tf32(part):
             rounded = accuracy.round_tf32(part).double(), accuracy.round_tf32(call.more[0]).double()
             yardstick.append(theirs(*rounded, double[1]))
     yardsticks = [accuracy.relative_error(y, exact) for y in yardstick]
