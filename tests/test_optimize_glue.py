@@ -14,7 +14,7 @@ from torch import nn
 import kgopt
 from kgopt import accuracy
 from kgopt._layout import is_dense_channels_last
-from kgopt.rewrite import classes, clocks, convolved, glue, known, layout, measuring, policy, watching, whole
+from kgopt.rewrite import between, classes, clocks, convolved, glue, known, layout, measuring, policy, watching, whole
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.glue import kernels, plans, search
 from test_optimize import assert_same_results, ops_of, optimized
@@ -364,7 +364,7 @@ class Clocks:
         return times
 
 
-def decided(monkeypatch, work, host=0.0):
+def decided(monkeypatch, work, host=0.0, budget=1e6):
     model, x = Net().eval(), torch.randn(1, 4, 5, 6)
     kgopt.optimize(model, measure=False)
     kgopt.forget()
@@ -374,6 +374,7 @@ def decided(monkeypatch, work, host=0.0):
     timed = Clocks(
         monkeypatch, model, dict(zip(("conv bias", "nearest", "linear", "replicate"), work, strict=True)), host
     )
+    monkeypatch.setattr(between, "BUDGET", budget)
     text = decides.choose_between("given")
     torch.testing.assert_close(decides.call(), expected)
     assert all(glue.state_of(m).enabled for m in glue.modules_of(model))
@@ -397,6 +398,21 @@ def test_a_way_that_loses_in_the_model_is_left_out_alone(loses, monkeypatch):
     assert timed.ways == {*ways} - {loses}
     assert f"without {loses}: 7000.00 ms with them" in text
     assert timed.asked <= 5 + 4
+
+
+def test_a_long_call_is_taken_apart_only_where_all_ways_lose(monkeypatch):
+    timed, _ = decided(monkeypatch, (-1, -1, -1, 0.5), budget=1.0)
+    assert len(timed.ways) == 4
+    assert timed.asked == 2 + 2, "with them and without, of the GPU and by the clock"
+    timed, _ = decided(monkeypatch, (-1, -1, -1, 6), budget=1.0)
+    assert len(timed.ways) == 3
+
+
+def test_a_first_call_is_no_measure_of_a_models_launches(monkeypatch):
+    """One that chose algorithms for a second kept the GPU busy for as long at each of the calls behind it."""
+    called = []
+    monkeypatch.setattr(clocks, "_busy", lambda functions, *_: [float(len(called))])
+    assert clocks.busy(lambda: called.append(1), torch.device("cuda")) == 1.0
 
 
 def test_where_the_host_is_late_the_work_decides(monkeypatch):

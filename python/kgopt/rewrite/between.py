@@ -16,6 +16,8 @@ from torch import nn
 NEAR = 1.03
 # Of the GPU's work, above which a call by the clock waits for the host: forms with fewer checks are tried.
 WAITS = 1.1
+# Seconds of the GPU that leaving out one way after the other may take, in any case; measuring work takes so many calls.
+BUDGET, CALLS = 2.0, 5
 _NONE: frozenset[str] = frozenset()
 
 
@@ -88,16 +90,19 @@ class _Forms:
 def choose(whole: Timed, layout: str) -> tuple[list[nn.Module], str]:
     """Takes the ways that make a model faster. The modules that have some, and what the report says of it.
 
-    First the GPU's work: each way in turn is left out, and stays out where it does not gain. Then the clock, of the
-    model with what is left and with none; where it waits for its host, also without the convolutions and with them
-    alone. Among forms that are equally fast by the clock the one with the least work is taken.
+    First the GPU's work: each way in turn is left out, and stays out where it does not gain. (Where that would take
+    seconds, only if all ways together lose.) Then the clock, of the model with what is left and with none; where it
+    waits for its host, also without the convolutions and with them alone. Among forms that are equally fast by the clock the one with the least work is taken.
     """
     forms = _Forms(whole, layout)
     if not forms.ways:
         return [], ""
     kept, works = forms.ways, {}
     works[kept] = forms.work(kept)
-    for way in sorted(forms.ways):
+    is_short = CALLS * len(kept) * works[kept] <= BUDGET
+    if not is_short:
+        works[_NONE] = forms.work(_NONE)
+    for way in sorted(forms.ways) if is_short or works[kept] >= works[_NONE] else ():
         fewer = kept - {way}
         if fewer:
             works[fewer] = forms.work(fewer)

@@ -170,7 +170,7 @@ def _busy(functions: list[Callable[[], Any]], device: torch.device, most: float)
             return _cuda_seconds(function, device)
 
         found = behind()
-        if not best or found < 2 * best[0]:  # else more of them would not help it
+        if found < LONG and (not best or found < 2 * best[0]):  # else more of them would not help it
             found = min(found, behind(), behind())
         best.append(found)
     return best
