@@ -92,7 +92,8 @@ def choose(whole: Timed, layout: str) -> tuple[list[nn.Module], str]:
 
     First the GPU's work: each way in turn is left out, and stays out where it does not gain. (Where that would take
     seconds, only if all ways together lose.) Then the clock, of the model with what is left and with none; where it
-    waits for its host, also without the convolutions and with them alone. Among forms that are equally fast by the clock the one with the least work is taken.
+    waits for its host, also without the convolutions and with them alone. Among forms that are equally fast by the
+    clock the one with the least work is taken.
     """
     forms = _Forms(whole, layout)
     if not forms.ways:
