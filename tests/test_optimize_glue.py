@@ -290,6 +290,34 @@ def test_an_activation_joins_a_convolution_that_pads_in_another_mode(mode, monke
         assert acts == ["relu"]
 
 
+class Residual(nn.Module):
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3, padding=1, padding_mode=mode)
+
+    def forward(self, x):
+        h = self.conv(F.silu(self.norm(x)))
+        return x + h
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sum_joins_a_convolution_that_pads_in_another_mode(mode, monkeypatch):
+    x = torch.randn(2, 4, 7, 9)
+    original = Residual(mode).eval()
+    model = kgopt.optimize(copy.deepcopy(original), measure=False)
+    with torch.no_grad():
+        found(model, x)
+        residuals, run = [], plans.run_plan
+
+        def seen(conv, x, plan, residual=None, *more, **named):
+            residuals.append(residual)
+            return run(conv, x, plan, residual, *more, **named)
+
+        monkeypatch.setattr(plans, "run_plan", seen)
+        torch.testing.assert_close(model(x), original(x))
+        assert [r is x for r in residuals] == [True]
+
+
 def test_padding_modes_of_what_was_replaced_and_of_other_inputs(monkeypatch):
     x = torch.randn(2, 4, 7, 9)
     original = nn.Conv2d(4, 6, 3, padding=1, padding_mode="replicate").eval()
