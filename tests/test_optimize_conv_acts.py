@@ -399,6 +399,7 @@ def test_the_whole_model_decides(is_faster, monkeypatch):
     monkeypatch.setattr(search, "verdict", lambda call, original: call.options[0])
     monkeypatch.setattr(clocks, "time_both", lambda first, second, device: (first(), second(), times)[-1])
     monkeypatch.setattr(clocks, "clock_both", lambda *_: times)
+    monkeypatch.setattr(clocks, "busy", lambda function, device: (function(), 1e-3)[-1])
     with torch.no_grad():
         kgopt.forget()
         kgopt.optimize(model, x, channels_last=False, cuda_graph=False)

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
+from kgopt import accuracy
 from kgopt._layout import is_dense_channels_last
-from kgopt.rewrite import classes, clocks, glue, known, layout, measuring, policy, watching, whole
+from kgopt.rewrite import between, classes, clocks, convolved, glue, known, layout, measuring, policy, watching, whole
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.glue import kernels, plans, search
 from test_optimize import assert_same_results, ops_of, optimized
@@ -247,32 +248,215 @@ def test_excluded_modules_keep_their_forward():
     assert type(model.up2) is not nn.Upsample
 
 
-def test_the_whole_model_decides(monkeypatch):
-    model, x = Net().eval(), torch.randn(1, 4, 5, 6)
-    kgopt.optimize(model, measure=False)
-    for times, kept in (((2e-3, 1e-3), True), ((1e-3, 2e-3), False)):
+MODES = "replicate", "reflect", "circular"
+
+
+@pytest.mark.parametrize("padding", [0, 1, (2, 0), "same"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_convolutions_that_pad_in_another_mode(mode, bias, padding, monkeypatch):
+    """Such modules were PyTorch's, whatever was measured; a padding of nothing was a copy."""
+    x = torch.randn(2, 4, 7, 9)
+    original = nn.Conv2d(4, 6, 3, padding=padding, padding_mode=mode, bias=bias).eval()
+    model = copy.deepcopy(original)
+    with torch.no_grad():
+        if not found(model, x):
+            assert not bias
+            assert mode != "replicate"
+            return
+        pads, around = [], plans.Border.around
+        monkeypatch.setattr(plans.Border, "around", lambda self, x: (pads.append(self.ours), around(self, x))[1])
+        assert torch.equal(model(x), original(x))
+        (plan,) = glue.state_of(model).plans.values()
+        assert plan.option == ("bias" if bias else "torch")
+        assert plan.sizes == ([*original(x).shape] if bias else [])
+        assert pads == ([mode == "replicate"] * 2 if padding else [])  # the first one to make the plan
+        model.padding_mode = original.padding_mode = "zeros"
+        torch.testing.assert_close(model(x), original(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_activation_joins_a_convolution_that_pads_in_another_mode(mode, monkeypatch):
+    x = torch.randn(2, 4, 7, 9)
+    original = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1, padding_mode=mode), nn.ReLU()).eval()
+    model = copy.deepcopy(original)
+    with torch.no_grad():
         found(model, x)
-        kgopt.forget()
-        monkeypatch.setattr(clocks, "time_both", lambda first, second, device, times=times: times)
-        text = whole_of(model, x).choose_between("given")
-        assert bool(glue.modules_of(model)) is kept
-        assert ("left alone" in text) is not kept
+        convolved.give(model)
+        acts, run = [], plans.run_plan
+        seen = lambda *args, act="none", **more: (acts.append(act), run(*args, act=act, **more))[1]  # noqa: E731
+        monkeypatch.setattr(plans, "run_plan", seen)
+        torch.testing.assert_close(model(x), original(x))
+        assert acts == ["relu"]
 
 
-def test_the_rest_may_stay_without_the_convolutions(monkeypatch):
+class Residual(nn.Module):
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3, padding=1, padding_mode=mode)
+
+    def forward(self, x):
+        h = self.conv(F.silu(self.norm(x)))
+        return x + h
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sum_joins_a_convolution_that_pads_in_another_mode(mode, monkeypatch):
+    x = torch.randn(2, 4, 7, 9)
+    original = Residual(mode).eval()
+    model = kgopt.optimize(copy.deepcopy(original), measure=False)
+    with torch.no_grad():
+        found(model, x)
+        residuals, run = [], plans.run_plan
+
+        def seen(conv, x, plan, residual=None, *more, **named):
+            residuals.append(residual)
+            return run(conv, x, plan, residual, *more, **named)
+
+        monkeypatch.setattr(plans, "run_plan", seen)
+        torch.testing.assert_close(model(x), original(x))
+        assert [r is x for r in residuals] == [True]
+
+
+def test_padding_modes_of_what_was_replaced_and_of_other_inputs(monkeypatch):
+    x = torch.randn(2, 4, 7, 9)
+    original = nn.Conv2d(4, 6, 3, padding=1, padding_mode="replicate").eval()
+    model = copy.deepcopy(original)
+    with torch.no_grad():
+        found(model, x)
+        for other in (x[0], x[:1], x.contiguous(memory_format=torch.channels_last)):
+            torch.testing.assert_close(model(other), original(other))
+        asked, pad = [], F.pad
+        monkeypatch.setattr(F, "pad", lambda *args, **more: (asked.append(1), pad(*args, **more))[1])
+        torch.testing.assert_close(model(x), original(x))
+        assert len(asked) == 2
+        monkeypatch.undo()
+        monkeypatch.setattr(plans, "border_of", lambda conv: None)
+        torch.testing.assert_close(model(x), original(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_batch_norm_by_running_statistics(affine, channels_last, dtype, monkeypatch):
+    norm = nn.BatchNorm2d(6, eps=1e-3, affine=affine).to("cuda", dtype).eval()
+    for t in (norm.running_mean, norm.running_var, *norm.parameters()):
+        t.data.uniform_(0.5, 2.0)
+    x = draw((3, 6, 33, 20), dtype, channels_last, "cuda") * 3 + 1
+    original = copy.deepcopy(norm)
+    with torch.no_grad():
+        assert found(norm, x) == 1
+        for change in (lambda m: None, lambda m: m.running_mean.add_(1.0), lambda m: m.running_var.data.mul_(2.0)):
+            for m in (norm, original):
+                change(m)
+            kinds, y = kinds_run(norm, x, monkeypatch)
+            assert kinds == ["batch_norm"]
+            exact = copy.deepcopy(original).double()(x.double())
+            allowed = accuracy.allowed(dtype, accuracy.relative_error(original(x), exact))
+            assert accuracy.relative_error(y, exact) <= allowed
+            assert y.stride() == original(x).stride()
+    norm.train()
+    assert kinds_run(norm, x, monkeypatch)[0] == []
+
+
+def test_batch_norms_that_are_pytorchs():
+    x, statistics = torch.randn(2, 3, 4, 5), (torch.zeros(3), torch.ones(3))
+    assert glue.recognize(F.batch_norm, (x, *statistics), {}) is None, "the CPU's op computes the moments again"
+    for more in ({"training": True}, {"weight": torch.ones(3).double()}):
+        assert glue.recognize(F.batch_norm, (x, *statistics), more) is None
+    assert glue.recognize(F.batch_norm, (x, None, None), {"training": True}) is None
+
+
+class Clocks:
+    """A model's times, by the ways that run in it: of a convolution's bias, nearest and linear upsampling, padding."""
+
+    def __init__(self, monkeypatch, model, work, host):
+        self.model, self.work, self.host, self.asked = model, work, host, 0
+        monkeypatch.setattr(clocks, "busy", self.busy)
+        monkeypatch.setattr(clocks, "time_both", self.both)
+
+    @property
+    def ways(self):
+        return set().union(*(glue.state_of(m).ways for m in glue.modules_of(self.model)))
+
+    def busy(self, run, device):
+        self.asked += 1
+        run()
+        return 10.0 + sum(self.work[way] for way in self.ways)
+
+    def both(self, first, second, device):
+        times = []
+        for run in (first, second):
+            times.append(max(self.busy(run, device), self.host + sum(1.0 for way in self.ways)))
+        return times
+
+
+def decided(monkeypatch, work, host=0.0, budget=1e6):
     model, x = Net().eval(), torch.randn(1, 4, 5, 6)
     kgopt.optimize(model, measure=False)
-    decided = whole_of(model, x)
-    expected = decided.call()
+    kgopt.forget()
+    decides = whole_of(model, x)
+    expected = decides.call()
     found(model, x)
-    every = len(glue.modules_of(model))
-    times = iter([(2e-3, 3e-3), (2e-3, 1e-3)])
-    monkeypatch.setattr(clocks, "time_both", lambda first, second, device: next(times))
-    decided.choose_between("given")
-    torch.testing.assert_close(decided.call(), expected)
-    assert len(glue.modules_of(model)) == every - 1
-    assert type(model.conv) is nn.Conv2d
+    timed = Clocks(
+        monkeypatch, model, dict(zip(("conv bias", "nearest", "linear", "replicate"), work, strict=True)), host
+    )
+    monkeypatch.setattr(between, "BUDGET", budget)
+    text = decides.choose_between("given")
+    torch.testing.assert_close(decides.call(), expected)
     assert all(glue.state_of(m).enabled for m in glue.modules_of(model))
+    return timed, text
+
+
+def test_the_whole_model_decides(monkeypatch):
+    timed, text = decided(monkeypatch, (-1, -1, -1, -1))
+    assert len(timed.ways) == 4
+    assert text == "kgopt's in 4 modules: 6000.00 ms with them, 10000.00 ms without"
+    timed, text = decided(monkeypatch, (1, 1, 1, 1))
+    assert not glue.modules_of(timed.model)
+    assert text.startswith("left alone")
+
+
+@pytest.mark.parametrize("loses", ["conv bias", "nearest", "linear", "replicate"])
+def test_a_way_that_loses_in_the_model_is_left_out_alone(loses, monkeypatch):
+    """All of them ran, or none: one network took 3.9 ms with and 3.2 ms without."""
+    ways = "conv bias", "nearest", "linear", "replicate"
+    timed, text = decided(monkeypatch, [6 if way == loses else -1 for way in ways])
+    assert timed.ways == {*ways} - {loses}
+    assert f"without {loses}: 7000.00 ms with them" in text
+    assert timed.asked <= 5 + 4
+
+
+def test_a_long_call_is_taken_apart_only_where_all_ways_lose(monkeypatch):
+    timed, _ = decided(monkeypatch, (-1, -1, -1, 0.5), budget=1.0)
+    assert len(timed.ways) == 4
+    assert timed.asked == 2 + 2, "with them and without, of the GPU and by the clock"
+    timed, _ = decided(monkeypatch, (-1, -1, -1, 6), budget=1.0)
+    assert len(timed.ways) == 3
+
+
+def test_a_first_call_is_no_measure_of_a_models_launches(monkeypatch):
+    """One that chose algorithms for a second kept the GPU busy for as long at each of the calls behind it."""
+    called = []
+    monkeypatch.setattr(clocks, "_busy", lambda functions, *_: [float(len(called))])
+    assert clocks.busy(lambda: called.append(1), torch.device("cuda")) == 1.0
+
+
+def test_where_the_host_is_late_the_work_decides(monkeypatch):
+    """By the clock there was no difference, and all was left alone."""
+    timed, text = decided(monkeypatch, (-1, -1, -1, -1), host=400.0)
+    assert len(timed.ways) == 4
+    assert "6000.00 ms of the GPU's work with them, 10000.00 ms without" in text
+
+
+def test_a_host_that_is_late_does_without_many_checks(monkeypatch):
+    timed, _ = decided(monkeypatch, (-1, -1, -1, -1), host=20.0)
+    assert not timed.ways
+    timed, _ = decided(monkeypatch, (-5, 0.1, 0.1, -0.5), host=9.0)
+    assert timed.ways == {"conv bias"}
+    timed, _ = decided(monkeypatch, (-0.01, -0.01, -0.01, -2), host=6.0)
+    assert timed.ways == {"linear", "nearest", "replicate"}
 
 
 def test_sites_are_measured_under_kgopts_own_mode_only():

@@ -200,8 +200,8 @@ def test_a_model_that_waits_for_the_host_keeps_the_convolutions_that_gain_much(m
     """Where all of kgopt's convolutions cost the host more than they gain on the GPU, those that gain much may not."""
 
     def step(model):
-        convs = [m for m in training.modules_of(model) if training.state_of(m).enabled]
-        return 1.0 + sum(0.3 - training.state_of(m).gain * 3e3 for m in convs)
+        gains = [g for m in training.modules_of(model) for g in training.state_of(m).ours.values() if g > 0]
+        return 1.0 + sum(0.3 - gain * 3e3 for gain in gains)
 
     def clock(first, second, device):
         times = []
@@ -212,12 +212,21 @@ def test_a_model_that_waits_for_the_host_keeps_the_convolutions_that_gain_much(m
 
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 1), nn.Conv2d(8, 4, 1))
     for module, gain in zip(model, (1e-5, 2e-4, 2e-5), strict=True):
-        training._wrapped.add(module, functools.partial(training.TrainingState, ours={"x": gain}))
+        ours = {training.key_of(torch.ones(1, 4, 2, 2)): gain}
+        training._wrapped.add(module, functools.partial(training.TrainingState, ours=ours))
     decides = whole.Whole(model, torch.randn(1, 4, 2, 2), lambda name: "")
     decides._steps = False
     monkeypatch.setattr(clocks, "time_both", clock)
+    monkeypatch.setattr(
+        clocks,
+        "busy",
+        lambda run, device: (
+            run(),
+            0.5 - sum(map(sum, (training.state_of(m).ours.values() for m in training.modules_of(model)))),
+        )[-1],
+    )
     text = decides.choose_between("given")
-    assert text.startswith("kgopt's in a module")
+    assert text.startswith("kgopt's in a module, without conv small")
     assert training.modules_of(model) == [model[1]]
 
 

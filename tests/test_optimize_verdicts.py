@@ -300,8 +300,14 @@ def any_clock(monkeypatch, request):
         first(), second()
         return drawn.random(), drawn.random()
 
+    def busy(function, device):
+        asked.append(1)
+        function()
+        return drawn.random()
+
     monkeypatch.setattr(clocks, "time_both", clock)
     monkeypatch.setattr(clocks, "busy_both", clock)
+    monkeypatch.setattr(clocks, "busy", busy)
     monkeypatch.setattr(whole, "chooses", lambda device: True)
     monkeypatch.setattr(search, "SMALL", 1)
     return asked

@@ -23,7 +23,7 @@ find     source sequential backend                  front ends: Python source, n
          convolutions padded_graphs writes
          whole_graphs replayed
          inductor lowering                          what Inductor makes of the ops
-model    convolved timed whole race api             what the whole model decides; optimize, restore, report
+model    convolved timed between whole race api     what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================
 """
 

@@ -150,6 +150,7 @@ def busy_both(first: Callable[[], Any], second: Callable[[], Any], device: torch
 
 def busy(function: Callable[[], Any], device: torch.device) -> float:
     """Seconds of work on the GPU of a function that may take long to launch, such as a step of a whole model."""
+    function()  # a first call may choose algorithms: the GPU would be kept busy as long, time and again
     with _alone():
         return _busy([function], device, 1.0)[0]
 
@@ -169,7 +170,7 @@ def _busy(functions: list[Callable[[], Any]], device: torch.device, most: float)
             return _cuda_seconds(function, device)
 
         found = behind()
-        if not best or found < 2 * best[0]:  # else more of them would not help it
+        if found < LONG and (not best or found < 2 * best[0]):  # else more of them would not help it
             found = min(found, behind(), behind())
         best.append(found)
     return best

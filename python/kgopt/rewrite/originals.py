@@ -117,6 +117,7 @@ _FUNCTIONS: dict[str, tuple[Place, ...]] = {
     "instance_norm": (*_found(torch, "instance_norm"), *_found(F, "_verify_spatial_size")),
     "interpolate": _found(_NN, *(f"upsample_{name}" for name in _UPSAMPLE), *_EXACT),
     "pad": _found(_NN, "pad"),
+    "batch_norm": (*_found(torch, "batch_norm"), *_found(F, "_verify_batch_size")),
     **{f"max_pool{n}d": (*_found(F, f"_max_pool{n}d"), *_found(torch, f"max_pool{n}d")) for n in (2, 3)},
 }
 

@@ -10,8 +10,8 @@ gets the same op in the graph, where it won in every measurement of the module: 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,9 +51,16 @@ class TrainingState:
     always: tuple[Any, ...] = ()  # for compiled code, which serves many sizes: what gained in every measurement
 
     @property
-    def gain(self) -> float:
-        """The most that a call gains."""
-        return max(self.ours.values(), default=0.0)
+    def ways(self) -> set[str]:
+        """What is replaced."""
+        return {_way_of(key, gain) for key, gain in self.ours.items() if gain > 0}
+
+    def only(self, ways: Set[str]) -> TrainingState:
+        """The same without all other ways."""
+        ours = {key: gain if _way_of(key, gain) in ways else 0.0 for key, gain in self.ours.items()}
+        made = replace(self, enabled=any(ours.values()), ours=ours)
+        made.settle()
+        return made
 
     def settle(self) -> None:
         """Says for compiled code what was measured."""
@@ -79,6 +86,11 @@ class TrainingState:
         ours = dict(state["ours"]) if verdicts.are_here(state.get("devices")) else {}
         self.__dict__.update(TrainingState(state["enabled"], ours=ours).__dict__)
         self.settle()
+
+
+def _way_of(key: Any, gain: float) -> str:
+    call = key[_INPUT:]
+    return str(call[0]) if call else "conv large" if gain >= LARGE else "conv small"
 
 
 def runner_of(module: nn.Module) -> Callable[[Any, Tensor], Tensor] | None:
@@ -153,6 +165,9 @@ def _is_plain(x: Any) -> bool:
 def key_of(x: Tensor) -> Any:
     """What a verdict holds for."""
     return _key_of(x, watching.autocast_of(x))
+
+
+_INPUT = 7  # of a key: what it says of x; of a convolution that is all
 
 
 def _key_of(x: Tensor, cast: torch.dtype | None) -> Any:
@@ -517,7 +532,8 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
 
 
 _wrapped: Wrapped[TrainingState] = Wrapped("training")
-modules_of, state_of, forget, adopt = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget, _wrapped.adopt
+modules_of, state_of, forget = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget
+adopt, swap = _wrapped.adopt, _wrapped.swap
 
 
 def _wrap(original: Any, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,9 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from kgopt import accuracy
-from kgopt.rewrite import clocks, convolved, fingerprint, glue, graphs, known, layout, policy, training, verdicts
+from kgopt.rewrite import (
+    between,
+    clocks,
+    convolved,
+    fingerprint,
+    glue,
+    graphs,
+    known,
+    layout,
+    policy,
+    training,
+    verdicts,
+)
 from kgopt.rewrite.disguise import become, original_class
-from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.reporting import Report
 from kgopt.rewrite.timed import TimedModel, original_code, site_states, trial
 from kgopt.torch_private import tree_leaves
@@ -112,8 +123,8 @@ class Whole(TimedModel):
         self.choose_hidden(layout)
         text = self.choose_between(layout)
         sites = [(s, (s.results, s.seen, s.kept_back, s.hidden)) for s in self.states]
-        between = [(m, self.front.state_of(m)) for m in self.front.modules_of(self.root)]
-        return _Form(sites, between, text)
+        kept = [(m, self.front.state_of(m)) for m in self.front.modules_of(self.root)]
+        return _Form(sites, kept, text)
 
     def take(self, form: _Form) -> None:
         """Makes the model that form, in the layout that it now has."""
@@ -160,54 +171,10 @@ class Whole(TimedModel):
             state.hidden = after < before
 
     def choose_between(self, layout: str) -> str:
-        """Whether what stands between the norms makes the whole model faster; what the report says of it.
-
-        A model of many small convolutions may lose more time to looking them up than their biases take: the rest is
-        tried without them, too, and in training with those that gain much.
-        """
-        front = self.front
-        every = front.modules_of(self.root)
-        if not every:
-            return ""
-        fewer = {" without convolutions": [m for m in every if conv_of(m) is None]}
-        if front is training:
-            large = [m for m in every if conv_of(m) is None or training.state_of(m).gain >= training.LARGE]
-            fewer[" without small convolutions"] = large
-
-        def switched(on: list[nn.Module]) -> Callable[[], Any]:
-            switches = [(front.state_of(m), any(m is kept for kept in on)) for m in every]
-            timed = self.timed
-
-            def run() -> None:
-                for state, enabled in switches:
-                    state.enabled = enabled
-                timed()
-
-            return run
-
-        kept = every
-        before, after = self.compared(f"between {layout}", switched([]), switched(every))
-        asked = [len(every)]
-        for what, some in fewer.items():
-            if not some or len(some) in asked:
-                continue
-            asked.append(len(some))
-            again, without = self.compared(f"between{what} {layout}", switched([]), switched(some))
-            before = min(before, again)
-            if without < after:
-                kept, after = some, without
-        times = f"{after * 1e3:.2f} ms with them, {before * 1e3:.2f} ms without"
-        if after >= before:
-            front.forget(self.root)
-            return f"left alone: kgopt's are not faster: {times}"
-        for module in every:
-            if module not in kept:
-                front.forget(module)
-        for module in kept:
-            front.state_of(module).enabled = True
-        carried = "" if self.root.training else self.choose_carrying(layout, kept)
-        count = "a module" if len(kept) == 1 else f"{len(kept)} modules"
-        return f"kgopt's in {count}: {times}{carried}"
+        """Which of kgopt's ways between the norms make the whole model faster; what the report says of it."""
+        kept, text = between.choose(self, layout)
+        carried = "" if self.root.training or not kept else self.choose_carrying(layout, kept)
+        return f"{text}{carried}"
 
     def choose_carrying(self, layout: str, modules: list[nn.Module]) -> str:
         """Whether convolutions that compute the moments of their results for the norms behind them pay."""

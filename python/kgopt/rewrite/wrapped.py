@@ -44,6 +44,10 @@ class Wrapped(Generic[State]):
         known.drop(module, self.name)
         self.add(module, lambda: state)
 
+    def swap(self, module: nn.Module, state: State) -> None:
+        """Gives a wrapped module another state."""
+        known.put(module, **{self.name: state})
+
     def forget(self, root: nn.Module, which: Callable[[nn.Module], bool] = lambda module: True) -> None:
         """Gives modules their own forward back."""
         for module in self.modules_of(root):

@@ -54,6 +54,7 @@ from kgopt.torch_private.modules import (
     MODULE_ATTRIBUTES,
     MODULE_METHODS,
     MODULES_ARE_KNOWN,
+    border_of,
     current_graph_task,
     global_backward_hooks,
     global_backward_pre_hooks,

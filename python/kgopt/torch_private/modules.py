@@ -116,6 +116,18 @@ _HAS_OUTPUT_PADDING = (
 )
 
 
+def border_of(conv: Any) -> tuple[int, ...] | None:
+    """What the forward of a convolution gives ``F.pad``, if its padding_mode is not "zeros"; None: it is not known."""
+    border = conv.__dict__.get("_reversed_padding_repeated_twice") if _HAS_BORDER else None
+    return tuple(border) if isinstance(border, (tuple, list)) and {*map(type, border)} == {int} else None
+
+
+_HAS_BORDER = (
+    private("torch.nn.modules.conv._ConvNd", None, "convolutions with a padding_mode other than zeros are PyTorch's")
+    is not None
+)
+
+
 def version_of(t: Tensor) -> int | None:
     """How often a tensor was changed in place; None where that cannot be known."""
     return t._version if _HAS_VERSION else None

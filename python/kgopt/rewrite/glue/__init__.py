@@ -21,7 +21,7 @@ heads     a norm and the convolution behind it
 from kgopt.rewrite.glue.calls import FEW, Call, recognize
 from kgopt.rewrite.glue.kernels import upsample_nearest
 from kgopt.rewrite.glue.plans import PLANS, GlueState
-from kgopt.rewrite.glue.search import adopt, find, forget, modules_of, state_of
+from kgopt.rewrite.glue.search import adopt, find, forget, modules_of, state_of, swap
 
 __all__ = [
     "FEW",
@@ -34,5 +34,6 @@ __all__ = [
     "modules_of",
     "recognize",
     "state_of",
+    "swap",
     "upsample_nearest",
 ]

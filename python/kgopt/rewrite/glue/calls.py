@@ -23,6 +23,7 @@ _OPS = torch.ops.kgopt
 _LINEAR = {"linear": 3, "bilinear": 4, "trilinear": 5}
 # As they are now: a user may replace them.
 INTERPOLATE, PAD, ATTENTION = F.interpolate, F.pad, F.scaled_dot_product_attention
+BATCH_NORM = F.batch_norm
 CATS = (torch.cat, torch.concat, torch.concatenate)
 _POOLS = {F.max_pool2d: 2, F.max_pool3d: 3}
 _CONVS: dict[Any, tuple[str, int, bool]] = {  # the op, dims, transposed
@@ -32,10 +33,12 @@ _CONVS: dict[Any, tuple[str, int, bool]] = {  # the op, dims, transposed
     torch.conv_transpose3d: ("conv_transpose3d", 3, True),
 }
 CONV_FUNCTIONS = {op: function for function, (op, _, _) in _CONVS.items()}
-FUNCTIONS = frozenset(f for f in (INTERPOLATE, PAD, ATTENTION, *CATS, *_POOLS, *_CONVS) if originals.is_torchs(f))
+FUNCTIONS = frozenset(
+    f for f in (INTERPOLATE, PAD, ATTENTION, BATCH_NORM, *CATS, *_POOLS, *_CONVS) if originals.is_torchs(f)
+)
 # By function: whether what it calls is PyTorch's own.
 _UNTOUCHED = {
-    **{f: originals.untouched(*originals.of_function(f)) for f in (INTERPOLATE, PAD, *_POOLS)},
+    **{f: originals.untouched(*originals.of_function(f)) for f in (INTERPOLATE, PAD, BATCH_NORM, *_POOLS)},
     **dict.fromkeys((ATTENTION, *CATS, *_CONVS), originals.untouched()),
 }
 # Channels of input or output, up to which kgopt's own convolution can be the faster one: in general, in channels_last.
@@ -79,6 +82,9 @@ class Call:
         if self.kind == "attention":
             key, value = self.more
             return kernels.attention(self.x, key, value, self.argument[0])
+        if self.kind == "batch_norm":
+            mean, var, weight, bias = self.more
+            return kernels.batch_norm(self.x, mean, var, weight, bias, self.argument[0])
         if self.kind == "cat":
             return kernels.cat_channels_last((self.x, *self.more), self.argument[0])
         if self.kind == "nearest":
@@ -152,6 +158,8 @@ def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call 
             return _pad(*args, **kwargs)
         if func is ATTENTION:
             return _attention(*args, **kwargs)
+        if func is BATCH_NORM:
+            return _batch_norm(*args, **kwargs)
         if func in _POOLS:
             return _max_pool(_POOLS[func], *args, **kwargs)
         if func in _CONVS:
@@ -385,6 +393,29 @@ def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Cal
     if len(pad) != 2 * (input.dim() - 2) or any(not isinstance(p, int) or p < 0 for p in pad):
         return None
     return Call("replicate", tuple(pad), input)
+
+
+def _batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: Any = False,
+    momentum: Any = 0.1,
+    eps: Any = 1e-5,
+) -> Call | None:
+    """By running statistics, on a GPU: in half types PyTorch's kernel takes several times what a pass over x does."""
+    # The op reads on the CPU what moments x has, whichever it is given.
+    if training or not _takes(input) or not input.is_cuda or type(eps) is not float:
+        return None
+    for p in (running_mean, running_var, weight, bias):
+        is_given = p is not None
+        if not is_given and (p is running_mean or p is running_var):
+            return None
+        if is_given and (not _is_parameter_of(p, input) or p.shape != input.shape[1:2]):
+            return None
+    return Call("batch_norm", (eps, weight is None, bias is None), input, (running_mean, running_var, weight, bias))
 
 
 def _attention(

@@ -129,6 +129,21 @@ def scaled(
     return _OPS.group_norm_conv(*args, replicate=list(replicate), backend=ops.SCALED_HALF)  # type: ignore[no-any-return]
 
 
+_group_norm_moments = ops.without_grad("group_norm_moments")
+
+
+def batch_norm(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """``F.batch_norm`` by running statistics: a norm with as many groups as channels, whose moments are given.
+
+    They are read at each call, as the parameters are.
+    """
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    moments = torch.empty((*x.shape[:2], 2), dtype=dtype, device=x.device)
+    for at, statistic in enumerate((mean, var)):
+        moments.select(2, at).copy_(statistic)
+    return _group_norm_moments(x, moments, x.shape[1], weight, bias, eps, "none")  # type: ignore[no-any-return]
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """``F.scaled_dot_product_attention(q, k, v, scale=scale)`` by matrix products, some queries at a time.
 

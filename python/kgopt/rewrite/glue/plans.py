@@ -4,28 +4,41 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kgopt import ops as ops
 from kgopt._layout import as_channels_last, format_of, is_dense_channels_last
-from kgopt.rewrite import carry, known, verdicts, watching
+from kgopt.rewrite import carry, known, originals, verdicts, watching
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import kernels
-from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, LARGEST_FACTOR, padding_of, recognize, upsampled
+from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, LARGEST_FACTOR, PAD, padding_of, recognize, upsampled
 from kgopt.rewrite.glue.later import Upsampled, finding, postponed
 from kgopt.rewrite.meanings import activation_of, conv_of
 from kgopt.rewrite.modules import guard_methods, hides_parameters, is_as_is, is_own_conv, is_upsampler
 from kgopt.rewrite.watching import any_global_hooks
-from kgopt.torch_private import below_autograd, len_torch_function_stack
+from kgopt.torch_private import below_autograd, border_of, len_torch_function_stack
 
 _OPS = torch.ops.kgopt
+_pads_as_is = originals.untouched(*originals.functional("pad"))
 _is_grad_enabled = torch.is_grad_enabled
+
+
+class Border(NamedTuple):
+    """What a convolution module puts around its input by ``F.pad``: its ``padding_mode`` is not "zeros"."""
+
+    sizes: tuple[int, ...]  # as F.pad has them
+    mode: str
+    ours: bool  # by kgopt's op
+
+    def around(self, x: Tensor) -> Tensor:
+        """x with it."""
+        return _pad_replicate(x, self.sizes) if self.ours else PAD(x, self.sizes, self.mode)  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -40,6 +53,7 @@ class ConvPlan:
     adds: bool = False  # conv_add is the way to add something to the result
     carrier: carry.Carrier | None = None  # where the result is large enough for its moments to pay
     upsampled: tuple[Any, ...] = ()  # of x that is still to be upsampled: factors, padding, groups
+    border: Border | None = None  # is put around x first
 
 
 @dataclass
@@ -55,6 +69,27 @@ class GlueState:
     kinds: tuple[str, ...] = ()
     folds: dict[bool, str] = field(default_factory=dict)  # as `always`, of an upsampling and the convolution
     carrier: carry.Carrier = field(default_factory=carry.Carrier)
+
+    @property
+    def ways(self) -> set[str]:
+        """What is replaced, by what: convolutions by several ops, the rest by one for each kind of call."""
+        return {_way_of(key, option) for key, option in self.faster.items() if option}
+
+    def only(self, ways: Set[str]) -> GlueState:
+        """The same without all other ways."""
+        faster = {key: option if _way_of(key, option) in ways else "" for key, option in self.faster.items()}
+        made = replace(self, enabled=any(faster.values()), faster=faster, plans={})
+        made.settle()
+        return made
+
+    def settle(self) -> None:
+        """Says for compiled code what was measured."""
+        self.always, self.folds = {}, {}
+        for (kind, *_, contiguous), option in self.faster.items():
+            how = self.folds if kind == "upsampled" else self.always
+            how[contiguous] = option if how.get(contiguous, option) == option else ""
+        self.kinds = _compiled_kinds(self.faster)
+        self.plans.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans are made anew; another machine is another measurement.
@@ -77,12 +112,29 @@ class GlueState:
         self.__dict__.update(fresh.__dict__)
 
 
+def _way_of(key: Any, option: str) -> str:
+    return f"conv {option}" if key[0] == "conv" else str(key[0])
+
+
+def _compiled_kinds(faster: dict[Any, str]) -> tuple[str, ...]:
+    """For GlueState.kinds: among the calls that _Upsample and sums replace, those of channels_last tensors.
+
+    Nearest upsampling is the compiler's own in either case: what matters is that its result may be channels_last.
+    """
+    found: dict[str, bool] = {}
+    for (kind, _, kept, *_, contiguous), how in faster.items():
+        if not contiguous and kind in ("linear", "nearest"):
+            found[kind] = found.get(kind, True) and kept and (kind == "nearest" or bool(how))
+    return tuple(kind for kind, always in found.items() if always)
+
+
 def has_room(module: nn.Module) -> bool:
     """Whether a module is a convolution whose op may take what stands behind it."""
     state: GlueState | None = known.get(module, "glue")
     if state is None or conv_of(module) is None:
         return False
-    return any(option not in ("", "pointwise", "few") for option in state.faster.values())
+    convs = (option for key, option in state.faster.items() if key[0] in ("conv", "upsampled"))
+    return any(option not in ("", "pointwise", "few") for option in convs)
 
 
 HEADS = ("pointwise", "few", "scaled")  # options whose op takes the norm in front of the convolution, too
@@ -109,6 +161,8 @@ def plan_of(conv: Any, x: Any) -> ConvPlan | None:
         x, factors = x.x, x.factors
     if type(x) is Normalized:
         x = x.operands[-1]
+        if conv.padding_mode != "zeros":
+            return None
     if torch.compiler.is_compiling():
         return _compiled_plan(conv, x)
     knows = conv.__dict__.get("_kgopt")
@@ -125,12 +179,20 @@ def plan_of(conv: Any, x: Any) -> ConvPlan | None:
         return None
     key = (x.shape, x.stride(), x.dtype, x.device, weight.stride(), factors, pad)
     plan: ConvPlan | None = state.plans.get(key)
-    module = (conv.stride, conv.padding, conv.dilation, conv.output_padding, conv.groups, conv.padding_mode)
+    mode = conv.padding_mode
+    module: tuple[Any, ...] = (conv.stride, conv.padding, conv.dilation, conv.output_padding, conv.groups, mode)
+    if mode != "zeros":
+        border = border_of(conv)
+        if border is None or pad or factors or not _pads_as_is():
+            return None
+        module = (*module, border)
     if plan is None or plan.module != module:
         if len(state.plans) >= PLANS:
             return None
         if factors:
             plan = _make_upsampled_plan(conv, x, module, state, factors)
+        elif mode != "zeros":
+            plan = _make_bordered_plan(conv, x, module, state)
         else:
             plan = _make_plan(conv, _padded_in_name(x, pad) if pad else x, module, state)
         state.plans[key] = plan
@@ -161,6 +223,23 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
     _, rest = call.own
     own = ops.without_grad(kind), rest
     return ConvPlan(option, module, call.rest, call.sizes, own, option in ("own", "bias", "scaled"), carrier)
+
+
+def _make_bordered_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) -> ConvPlan:
+    """Padding of its mode, and the convolution of that without padding, each in its faster way."""
+    stride, _, *rest, mode, sizes = module
+    border = None
+    if any(sizes):  # else F.pad only copies
+        call = recognize(PAD, (x, sizes, mode), {})
+        border = Border(sizes, mode, call is not None and bool(state.faster.get(call.inside(keeps(conv)).key)))
+        x = border.around(x)
+    plan = _make_plan(conv, x, (stride, (0,) * (x.dim() - 2), *rest, "zeros"), state)
+    kind = conv_of(conv)
+    if not plan.option and (border is None or border.ours) and kind is not None:
+        dilation, _, groups = rest
+        own = CONV_FUNCTIONS[kind], (stride, 0, dilation, groups)
+        plan = ConvPlan("torch", module, (), [], own)
+    return replace(plan, module=module, border=border)
 
 
 def _make_upsampled_plan(
@@ -247,6 +326,8 @@ def run_plan(
         x = x.value()
     parameters = conv._parameters
     weight, bias = parameters["weight"], parameters["bias"]
+    if plan.border is not None:
+        x = plan.border.around(x)
     if plan.upsampled:
         x = x.x if type(x) is Upsampled else x
         factors, padding, groups = plan.upsampled
@@ -267,7 +348,7 @@ def run_plan(
     else:
         assert plan.own is not None
         op, rest = plan.own
-        y = op(x, weight, bias, *rest, backend="kgopt")
+        y = op(x, weight, bias, *rest) if plan.option == "torch" else op(x, weight, bias, *rest, backend="kgopt")
     if carrier is not None:
         carry.leave(y, carrier, moments)
     return y  # type: ignore[no-any-return]
@@ -290,6 +371,7 @@ def _run_repeated(conv: Any, x: Repeated, plan: ConvPlan, residual: Tensor | Non
 
 
 _conv_add, _conv_add_moments = map(ops.without_grad, ("conv_add", "conv_add_moments"))
+_pad_replicate = ops.without_grad("pad_replicate")
 
 
 def may_plan() -> bool:
@@ -306,7 +388,7 @@ def head_plan(conv: Any, x: Tensor) -> ConvPlan | None:
     if not may_plan() or known.get(conv, "glue") is None:
         return None
     plan = plan_of(conv, x)
-    return plan if plan is not None and plan.option in HEADS else None
+    return plan if plan is not None and plan.option in HEADS and plan.border is None else None
 
 
 def through(conv: Any, value: Any) -> Any:

@@ -170,9 +170,10 @@ def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor, origina
     """The same bits, or as accurate as PyTorch's."""
     if call.kind == "attention":
         return _is_right_attention(call, expected, actual)
-    if call.kind not in ("linear", "conv", "upsampled"):
+    if call.kind not in ("linear", "batch_norm", "conv", "upsampled"):
         return torch.equal(expected, actual)
-    if call.kind != "linear" and torch.equal(expected, actual):
+    multiplies = call.kind in ("conv", "upsampled")
+    if multiplies and torch.equal(expected, actual):
         return True
     # A corner says what the errors are: convolutions in float64 are slow.
     covered: tuple[Any, ...] = ()
@@ -187,6 +188,11 @@ def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor, origina
 
         def theirs(x: Tensor, *more: Any) -> Tensor:
             return F.interpolate(x, scale_factor=2, mode=mode)
+    elif call.kind == "batch_norm":
+
+        def theirs(x: Tensor, *more: Any) -> Tensor:
+            mean, var, weight, bias = more
+            return F.batch_norm(x, mean, var, weight, bias, eps=call.argument[0])
     elif call.kind == "upsampled":
         factors, padding, groups = call.argument[:3]
         ones, zeros = (1,) * len(factors), (0,) * len(factors)
@@ -204,7 +210,7 @@ def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor, origina
     yardstick = [theirs(part, *call.more)]
     with accuracy.no_autotuning():
         exact = theirs(part.double(), *double)
-        if call.kind != "linear" and accuracy.may_take_tf32(part):
+        if multiplies and accuracy.may_take_tf32(part):
             rounded = accuracy.round_tf32(part).double(), accuracy.round_tf32(call.more[0]).double()
             yardstick.append(theirs(*rounded, double[1]))
     yardsticks = [accuracy.relative_error(y, exact) for y in yardstick]
@@ -286,31 +292,14 @@ def find(root: nn.Module, call: Callable[[], Any], unwanted: Callable[[str], str
             continue
         state = _wrapped.add(module, GlueState)
         state.faster.update(found)
-        state.always = {}
-        state.folds = {}
-        for (kind, *_, contiguous), option in state.faster.items():
-            how = state.folds if kind == "upsampled" else state.always
-            how[contiguous] = option if how.get(contiguous, option) == option else ""
-        state.kinds = _compiled_kinds(state.faster)
-        state.plans.clear()
+        state.settle()
         count += sum(map(bool, found.values()))
     return count
 
 
-def _compiled_kinds(faster: dict[Any, str]) -> tuple[str, ...]:
-    """For GlueState.kinds: among the calls that _Upsample and sums replace, those of channels_last tensors.
-
-    Nearest upsampling is the compiler's own in either case: what matters is that its result may be channels_last.
-    """
-    found: dict[str, bool] = {}
-    for (kind, _, kept, *_, contiguous), how in faster.items():
-        if not contiguous and kind in ("linear", "nearest"):
-            found[kind] = found.get(kind, True) and kept and (kind == "nearest" or bool(how))
-    return tuple(kind for kind, always in found.items() if always)
-
-
 _wrapped: Wrapped[GlueState] = Wrapped("glue")
-modules_of, state_of, forget, adopt = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget, _wrapped.adopt
+modules_of, state_of, forget = _wrapped.modules_of, _wrapped.state_of, _wrapped.forget
+adopt, swap = _wrapped.adopt, _wrapped.swap
 
 
 def _wrap(original: Any, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,149 @@
+"""Which of kgopt's ways run between the norms: the whole model decides, way by way.
+
+Each call was measured on its own. In the model a way may lose what it gained: it gives another memory format to what
+comes next, or its checks keep a host busy that is late already. A way is a kind of call and what replaces it, such as
+``conv own`` or ``nearest``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any, Protocol
+
+from torch import nn
+
+# Of the shortest time by the clock, up to which forms of a model are equally fast, and the GPU's work decides. A step that
+# waits for this host is no reason to give the GPU more to do, as between memory formats.
+NEAR, NEAR_STEP = 1.03, 1.1
+# Of the GPU's work, above which a call by the clock waits for the host: forms with fewer checks are tried.
+WAITS = 1.1
+# Seconds of the GPU that leaving out one way after the other may take, in any case; measuring work takes so many calls.
+BUDGET, CALLS = 2.0, 5
+_NONE: frozenset[str] = frozenset()
+
+
+class Timed(Protocol):
+    """What is asked of a model: :class:`~kgopt.rewrite.whole.Whole`."""
+
+    root: nn.Module
+    front: Any
+    replays: bool
+
+    @property
+    def timed(self) -> Callable[[], Any]:
+        """What is timed."""
+
+    def seconds(self, question: str, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[float, float]:
+        """By the clock, of two forms."""
+
+    def work(self, question: str) -> float:
+        """Of the GPU, in the form that the model now has."""
+
+
+class _Forms:
+    """A model with some of the ways that were faster in it."""
+
+    def __init__(self, whole: Timed, layout: str) -> None:
+        self.whole = whole
+        self.layout = layout
+        self.front: Any = whole.front
+        self.states = [(m, self.front.state_of(m)) for m in self.front.modules_of(whole.root)]
+        self.ways = frozenset().union(*(state.ways for _, state in self.states))
+        self._made: dict[Set[str], list[tuple[nn.Module, Any]]] = {}
+
+    def take(self, ways: frozenset[str]) -> None:
+        """Has the model run these."""
+        if ways not in self._made:  # kept: a state knows plans of its own
+            self._made[ways] = [(m, state.only(ways)) for m, state in self.states]
+        for module, state in self._made[ways]:
+            self.front.swap(module, state)
+
+    def name(self, ways: frozenset[str]) -> str:
+        """For questions."""
+        return f"between {', '.join(sorted(ways))} {self.layout}"
+
+    def work(self, ways: frozenset[str]) -> float:
+        """Of the GPU, in seconds."""
+        self.take(ways)
+        return self.whole.work(self.name(ways))
+
+    def seconds(self, ways: frozenset[str]) -> tuple[float, float]:
+        """By the clock: without any, and with these."""
+        timed = self.whole.timed
+
+        def switched(ways: frozenset[str]) -> Callable[[], Any]:
+            def run() -> None:
+                self.take(ways)
+                timed()
+
+            return run
+
+        return self.whole.seconds(self.name(ways), switched(_NONE), switched(ways))
+
+    def settle(self, ways: frozenset[str]) -> int:
+        """Gives the modules that have none of these their own forward back. How many are left."""
+        self.take(ways)
+        kept = {id(m) for m, state in self._made[ways] if state.ways}
+        self.front.forget(self.whole.root, lambda module: id(module) not in kept)
+        return len(kept)
+
+
+def choose(whole: Timed, layout: str) -> tuple[list[nn.Module], str]:
+    """Takes the ways that make a model faster. The modules that have some, and what the report says of it.
+
+    First the GPU's work: each way in turn is left out, and stays out where it does not gain. (Where that would take
+    seconds, only if all ways together lose.) Then the clock, of the model with what is left and with none; where it
+    waits for its host, also without the convolutions and with them alone. Among forms that are equally fast by the
+    clock the one with the least work is taken.
+    """
+    forms = _Forms(whole, layout)
+    if not forms.ways:
+        return [], ""
+    kept, works = forms.ways, {}
+    works[kept] = forms.work(kept)
+    is_short = CALLS * len(kept) * works[kept] <= BUDGET
+    if not is_short:
+        works[_NONE] = forms.work(_NONE)
+    for way in sorted(forms.ways) if is_short or works[kept] >= works[_NONE] else ():
+        fewer = kept - {way}
+        if fewer:
+            works[fewer] = forms.work(fewer)
+            kept = fewer if works[fewer] <= works[kept] else kept
+    before, clock = forms.seconds(kept)
+    clocks = {kept: clock}
+    if not whole.replays and min(before, clock) > WAITS * works[kept]:
+        for fewer in _with_fewer_checks(kept):
+            again, clocks[fewer] = forms.seconds(fewer)
+            before = min(before, again)
+    clocks[_NONE] = before
+    least = min(clocks.values())
+    slack = 1.0 if whole.replays else NEAR_STEP if whole.root.training else NEAR
+    near = [ways for ways in clocks if clocks[ways] <= least * slack]
+    by_work = len(near) > 1
+    if by_work:
+        for ways in near:
+            works[ways] = works[ways] if ways in works else forms.work(ways)
+        taken = min(near, key=works.__getitem__)
+    else:
+        (taken,) = near
+    count = forms.settle(taken)
+    tried = taken or min(clocks.keys() - {_NONE}, key=clocks.__getitem__)
+    times = f"{clocks[tried] * 1e3:.2f} ms with them, {before * 1e3:.2f} ms without"
+    if by_work and {tried, _NONE} <= works.keys():
+        times = (
+            f"{works[tried] * 1e3:.2f} ms of the GPU's work with them, {works[_NONE] * 1e3:.2f} ms without "
+            f"({clocks[tried] * 1e3:.2f} and {before * 1e3:.2f} ms by the clock)"
+        )
+    if not taken:
+        return [], f"left alone: kgopt's are not faster: {times}"
+    without = sorted(forms.ways - taken)
+    of = "a module" if count == 1 else f"{count} modules"
+    text = f"kgopt's in {of}{', without ' + ', '.join(without) if without else ''}: {times}"
+    return whole.front.modules_of(whole.root), text
+
+
+def _with_fewer_checks(ways: frozenset[str]) -> list[frozenset[str]]:
+    """Forms of a model that cost its host less."""
+    convs = frozenset(way for way in ways if way.startswith("conv"))
+    found = [ways - convs, convs, ways - {"conv small"}]
+    return [some for some in dict.fromkeys(found) if some and some != ways]
