@@ -159,10 +159,9 @@ def plan_of(conv: Any, x: Any) -> ConvPlan | None:
         if x.made is not None or torch.compiler.is_compiling():
             return None
         x, factors = x.x, x.factors
-    if type(x) is Normalized:
+    is_normalized = type(x) is Normalized
+    if is_normalized:
         x = x.operands[-1]
-        if conv.padding_mode != "zeros":
-            return None
     if torch.compiler.is_compiling():
         return _compiled_plan(conv, x)
     knows = conv.__dict__.get("_kgopt")
@@ -183,7 +182,7 @@ def plan_of(conv: Any, x: Any) -> ConvPlan | None:
     module: tuple[Any, ...] = (conv.stride, conv.padding, conv.dilation, conv.output_padding, conv.groups, mode)
     if mode != "zeros":
         border = border_of(conv)
-        if border is None or pad or factors or not _pads_as_is():
+        if border is None or pad or factors or is_normalized or not _pads_as_is():
             return None
         module = (*module, border)
     if plan is None or plan.module != module:
