@@ -540,7 +540,7 @@ def test_gradients(channels_last, device):
         assert torch.autograd.gradcheck(lambda t, pad=pad: OPS.pad_replicate(t, pad), (x,))
         window = ([2] * (len(shape) - 3) + [1], [1] * (len(shape) - 2), [0] * (len(shape) - 2))
         if min(shape[2:]) > 1:
-            assert torch.autograd.gradcheck(lambda t, window=window: OPS.max_pool(t, *window), (x,))
+            assert torch.autograd.gradcheck(lambda t, w=window: OPS.max_pool(t, *w), (x,), check_batched_grad=True)
 
 
 def norm_conv(x, groups, weight, residual=None, gn_act="relu", moments=None):

@@ -114,12 +114,20 @@ def _max_pool_gradient(
     """
     find = torch.ops.aten.max_pool3d_with_indices if x.dim() == 5 else torch.ops.aten.max_pool2d_with_indices
     _, indices = find(x, kernel_size, stride, padding)
+    last = is_channels_last(x)
+
+    def flat(t: Tensor) -> Tensor:
+        """``[N, S, C]`` in channels_last, or ``[N, C, S]``."""
+        n, c, size = *t.shape[:2], math.prod(t.shape[2:])
+        return t.movedim(1, -1).reshape(n, size, c) if last else t.reshape(n, c, size)
+
     apart = [-(-k // s) for k, s in zip(kernel_size, stride, strict=True)]
-    dx, dy = wide(x.new_zeros([*x.shape[:2], math.prod(x.shape[2:])])), wide(dy)
+    dx, dy = flat(wide(torch.zeros_like(x))), wide(dy)
     for first in itertools.product(*(range(a) for a in apart)):
         part = (slice(None), slice(None), *(slice(f, None, a) for f, a in zip(first, apart, strict=True)))
-        dx = dx.scatter_add(2, indices[part].flatten(2), dy[part].flatten(2))
-    return as_x_lies(dx.view(x.shape), x)
+        dx = dx.scatter_add(1 if last else 2, flat(indices[part]), flat(dy[part]))
+    n, c, *size = x.shape
+    return (dx.reshape(n, *size, c).movedim(-1, 1) if last else dx.reshape(x.shape)).to(x.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
