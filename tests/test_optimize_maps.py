@@ -151,6 +151,17 @@ class Kept(Block):
         return y
 
 
+def in_place(x):
+    return F.relu(x, inplace=True)
+
+
+class WrittenByFunction(Block):
+    def forward(self, f, zq):
+        large = F.interpolate(zq, size=f.shape[2:])
+        other = in_place(zq)
+        return self.norm(f) * self.conv_y(large) + self.conv_b(large) + other.mean()
+
+
 class Linear(Block):
     def forward(self, f, zq):
         zq = F.interpolate(zq, size=f.shape[2:], mode="bilinear")
@@ -189,6 +200,7 @@ FORMS = {
     NormedResnet: [(LARGE, LARGE, "silu")],
     FactorAlone: [],
     Written: [(LARGE, LARGE, "none")],
+    WrittenByFunction: [(LARGE, LARGE, "none")],
     Kept: [(LARGE, LARGE, "none")],
     Linear: [(LARGE, LARGE, "none")],
 }
@@ -251,6 +263,16 @@ def test_what_is_no_repetition_is_pytorchs(small, done):
     with torch.no_grad():
         torch.testing.assert_close(model(*args), original(*args), rtol=0 if small == (4, 3) else 1e-7, atol=1e-12)
     assert done == [(LARGE, LARGE, "none")]
+
+
+def test_autocast_is_pytorchs(done):
+    original, model = pair(SpatialNorm, torch.float32)
+    args = inputs(torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y, expected = model(*args), original(*args)
+    assert y.dtype is expected.dtype
+    torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
+    assert not done
 
 
 def test_a_hook_sees_the_upsampled_map(done):

@@ -60,7 +60,7 @@ def enlarge(function: Any, *args: Any, **kwargs: Any) -> Any:
             found = interpolate_of(is_plain, *args, **kwargs)
         except TypeError:  # arguments that the function does not have: it says so itself
             found = None
-        if found is not None and found[0] == "nearest" and found[2].is_floating_point():
+        if found is not None and found[0] == "nearest" and not torch.is_autocast_enabled(found[2].device.type):
             _, factors, x = found
             sizes = [s * f for s, f in zip(x.shape[2:], factors, strict=True)]
             return Map(x, sizes, lambda: function(*args, **kwargs))

@@ -87,10 +87,10 @@ class Maps:
     def write(self, site: str) -> None:
         """Has what a norm's value is multiplied with wait, and all else ask for the tensor."""
         for u in self.found:
-            for s in list(u.of_maps):
-                if not self._child_of(s.value, u.names):  # a norm's value, which waits in its own way
-                    u.of_maps.remove(s)
-                    u.names.discard(str(self.method.target(s)))
+            for made in list(u.of_maps):
+                if not self._child_of(made.value, u.names):  # a norm's value, which waits in its own way
+                    u.of_maps.remove(made)
+                    u.names.discard(str(self.method.target(made)))
             writer = _Writer(self, u, site)
             behind = self._behind(u.statement)
             if not any(writer.takes(node) for s in behind for node in ast.walk(s)):

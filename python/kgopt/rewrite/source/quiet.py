@@ -60,8 +60,11 @@ def _is_quiet_function(function: Any) -> bool:
 
 
 def _is_activation(method: Method, function: Any, e: ast.Call) -> bool:
-    """``F.relu(x)``; a second argument may be ``inplace``, and ``torch.relu_`` is so by its name."""
+    """``F.relu(x)``; a second argument may be ``inplace``, ``torch.relu_`` is so by its name, users' functions inside."""
     if len(e.args) != 1 or str(getattr(function, "__name__", "_")).endswith("_"):
+        return False
+    is_function = isinstance(function, types.FunctionType) and function.__module__ == F.__name__
+    if not is_function and not isinstance(function, types.BuiltinFunctionType):
         return False
     node = method.described(function, e)
     return node is not None and node.kind == "act"
