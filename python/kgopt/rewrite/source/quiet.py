@@ -60,7 +60,7 @@ def _is_quiet_function(function: Any) -> bool:
 
 
 def _is_activation(method: Method, function: Any, e: ast.Call) -> bool:
-    """``F.relu(x)``; a second argument may be ``inplace``, ``torch.relu_`` is so by its name, users' functions inside."""
+    """``F.relu(x)``; a second argument may be ``inplace``, ``torch.relu_`` is so by its name, users' ones inside."""
     if len(e.args) != 1 or str(getattr(function, "__name__", "_")).endswith("_"):
         return False
     is_function = isinstance(function, types.FunctionType) and function.__module__ == F.__name__
