@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-# Of the shortest time by the clock, up to which forms of a model are equally fast, and the GPU's work decides. A step that
-# waits for this host is no reason to give the GPU more to do, as between memory formats.
+# Of the shortest time by the clock, up to which forms of a model are equally fast, and the GPU's work decides. A step
+# that waits for this host is no reason to give the GPU more to do, as between memory formats.
 NEAR, NEAR_STEP = 1.03, 1.1
 # Of the GPU's work, above which a call by the clock waits for the host: forms with fewer checks are tried.
 WAITS = 1.1
