@@ -171,7 +171,8 @@ def test_reduction_reads_every_element_once():
     sizes = (1, 3, 300), (1, 2, 3, 31, 1000, 70000), (1, 2, 3, 33, 64, 300, 1 << 20)
     for outer, reduced, inner, element_size in itertools.product(*sizes, (2, 4, 8)):
         plan = dev.plan_reduction(outer, reduced, inner, 4, element_size)
-        vector = 16 // element_size if (inner if inner > 1 else reduced) % (16 // element_size) == 0 else 1
+        vector = 1 if element_size == 8 else 16 // element_size
+        vector = vector if (inner if inner > 1 else reduced) % vector == 0 else 1
         assert plan["vector"] == vector
         assert inner > 1 or plan["slices"] == 1 or plan["slice_length"] % vector == 0, "an access that is not aligned"
         along_inner, along_reduced, along_outer = plan["threads"]

@@ -11,8 +11,9 @@ namespace {
 // -inf gives -inf, +inf gives +inf, and NaN stays.
 template <typename Acc>
 struct LogsumexpState {
-  Acc a = -INFINITY;  // maximum
-  Acc b = 0;          // sum of exp(x - finite(a))
+  static constexpr bool kVectorsAcross = false;  // few channels have a kernel of their own
+  Acc a = -INFINITY;                             // maximum
+  Acc b = 0;                                     // sum of exp(x - finite(a))
 
   static __device__ Acc finite(Acc m) { return isinf(m) ? Acc(0) : m; }
   __device__ void rescale(Acc maximum) {

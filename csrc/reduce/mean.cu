@@ -6,6 +6,7 @@ namespace {
 
 template <typename Acc>
 struct MeanState {
+  static constexpr bool kVectorsAcross = true;
   Acc a = 0;  // sum
   Acc b = 0;  // unused: states have two numbers
 

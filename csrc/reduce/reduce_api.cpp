@@ -19,7 +19,7 @@ void set_rows(const ReduceShape& s, Dtype dtype, Params* p) {
 }
 
 Tensor reduce(const char* op, const char* arg, const Tensor& x, const IntArray& dims, bool keepdim,
-              Status (*run)(const ReduceParams&, cudaStream_t)) {
+              Status (*run)(const ReduceParams&, cudaStream_t), bool vectors_across) {
   const ReduceShape s = check_reduce(op, arg, x, dims, keepdim);
   const DeviceGuard guard(x.get_device_index());
   const DeviceInfo info = check_gpu(op, x);
@@ -29,7 +29,7 @@ Tensor reduce(const char* op, const char* arg, const Tensor& x, const IntArray& 
   p.x = dense.const_data_ptr();
   p.y = y.mutable_data_ptr();
   set_rows(s, check_dtype(op, "x", x), &p);
-  p.vector = reduce_vector(p, static_cast<int>(x.element_size()), {p.x, p.y});
+  if (vectors_across || p.inner == 1) p.vector = reduce_vector(p, static_cast<int>(x.element_size()), {p.x, p.y});
   plan_reduce(&p, info.sm_count);
   Workspace workspace(x);
   const int64_t partials =
@@ -40,7 +40,7 @@ Tensor reduce(const char* op, const char* arg, const Tensor& x, const IntArray& 
   return y;
 }
 
-Tensor mean(Tensor x, IntArray dims, bool keepdim) { return reduce("mean", "dims", x, dims, keepdim, run_mean); }
+Tensor mean(Tensor x, IntArray dims, bool keepdim) { return reduce("mean", "dims", x, dims, keepdim, run_mean, true); }
 
 Tensor logsumexp_backward(Tensor dy, Tensor x, Tensor y, IntArray dim, bool keepdim) {
   const char* const op = "logsumexp_backward";
@@ -108,7 +108,7 @@ Tensor rounded_cuda(const char* op, const void* values, const IntArray& sizes, c
 }
 
 Tensor logsumexp_cuda(Tensor x, IntArray dim, bool keepdim) {
-  return reduce("logsumexp", "dim", x, dim, keepdim, run_logsumexp);
+  return reduce("logsumexp", "dim", x, dim, keepdim, run_logsumexp, false);
 }
 
 }  // namespace kgopt

@@ -1,6 +1,7 @@
 // One kernel for every reduction [outer][reduced][inner] -> [outer][inner]: a block is a box of threads, along inner
 // (coalesced where inner > 1), along reduced (coalesced where inner == 1) and along outer (where both are small).
-// A reduction has: `add` of some values at once, `merge` and `result`, and a state of two numbers.
+// A reduction has: `add` of some values at once, `merge` and `result`, a state of two numbers, and whether there are
+// kernels for vectors along inner.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -120,9 +121,13 @@ Status launch_reduce_typed(const char* name, const ReduceParams& p, cudaStream_t
   const ReduceGeometry g = reduce_geometry(p);
   const int64_t blocks = g.inner_blocks * g.outer_blocks * p.slices;
   if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
-  const auto kernel = p.vector == 1 ? reduce_kernel<T, R, 1, 1>
-                      : p.inner > 1 ? reduce_kernel<T, R, kVecSize<T>, 1>
-                                    : reduce_kernel<T, R, 1, kVecSize<T>>;
+  auto kernel = reduce_kernel<T, R, 1, 1>;
+  if constexpr (sizeof(T) < 8) {
+    if (p.vector > 1) kernel = reduce_kernel<T, R, 1, kVecSize<T>>;
+    if constexpr (R::kVectorsAcross) {
+      if (p.vector > 1 && p.inner > 1) kernel = reduce_kernel<T, R, kVecSize<T>, 1>;
+    }
+  }
   kernel<<<static_cast<unsigned>(blocks), kReduceThreads, 0, stream>>>(p, g);
   cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess && p.slices > 1) {
@@ -183,14 +188,15 @@ __global__ void __launch_bounds__(kReduceThreads)
   }
 }
 
-// Of long rows along inner a block takes kReduceBatch accesses of each thread: no division for each.
+// Of long rows along inner a block takes kReduceBatch accesses of each thread: no division for each access.
 template <typename T, int kVec, typename Of>
 __global__ void __launch_bounds__(kReduceThreads)
     reduce_backward_rows_kernel(const __grid_constant__ ReduceBackwardParams p, int64_t parts, Of of) {
   constexpr int64_t kStep = kReduceThreads * kVec;
   const int64_t row = blockIdx.x / parts, first = (blockIdx.x - row * parts) * kReduceBatch * kStep;
   const int64_t result = row / p.reduced * p.inner;
-#pragma unroll
+  constexpr int kAtOnce = kVec > 1 ? 2 : kReduceBatch;
+#pragma unroll kAtOnce
   for (int b = 0; b < kReduceBatch; ++b) {
     const int64_t i = first + b * kStep + threadIdx.x * kVec;
     if (i < p.inner) reduce_backward_at<T, kVec>(p, of, row * p.inner + i, result + i);
@@ -201,10 +207,12 @@ template <typename T, int kVec, typename Of>
 void launch_reduce_backward_typed(const ReduceBackwardParams& p, cudaStream_t stream) {
   const int64_t accesses = p.outer * p.reduced * p.inner / kVec, run = int64_t(kReduceThreads) * kReduceBatch * kVec;
   const int64_t parts = (p.inner + run - 1) / run;
-  if (p.inner >= run && p.outer * p.reduced * parts <= 0x7fffffff) {
-    const unsigned blocks = static_cast<unsigned>(p.outer * p.reduced * parts);
-    reduce_backward_rows_kernel<T, kVec><<<blocks, kReduceThreads, 0, stream>>>(p, parts, Of());
-    return;
+  if constexpr (sizeof(T) < 8) {
+    if (p.inner >= run && p.outer * p.reduced * parts <= 0x7fffffff) {
+      const unsigned blocks = static_cast<unsigned>(p.outer * p.reduced * parts);
+      reduce_backward_rows_kernel<T, kVec><<<blocks, kReduceThreads, 0, stream>>>(p, parts, Of());
+      return;
+    }
   }
   const int64_t blocks = std::min<int64_t>((accesses + kReduceThreads - 1) / kReduceThreads, 1 << 20);
   reduce_backward_kernel<T, kVec><<<static_cast<unsigned>(blocks), kReduceThreads, 0, stream>>>(p, Of());
@@ -215,8 +223,9 @@ Status launch_reduce_backward(const char* name, const ReduceBackwardParams& p, c
   const int64_t total = p.outer * p.reduced * p.inner;
   if (total == 0) return Status::Ok();
   KGOPT_DISPATCH_DTYPE(p.dtype, T, {
-    if (reduce_vector(p, sizeof(T), {p.dy, p.x, p.y, p.dx}) > 1) {
-      launch_reduce_backward_typed<T, kVecSize<T>, Of>(p, stream);
+    constexpr int kVec = sizeof(T) < 8 ? kVecSize<T> : 1;
+    if (reduce_vector(p, sizeof(T), {p.dy, p.x, p.y, p.dx}) == kVec) {
+      launch_reduce_backward_typed<T, kVec, Of>(p, stream);
     } else {
       launch_reduce_backward_typed<T, 1, Of>(p, stream);
     }

@@ -23,10 +23,11 @@ inline int power_of_two_at_least(int64_t v, int most) {
   return p;
 }
 
-// Elements of an access of 16 bytes, where all tensors lie and divide so; else 1.
+// Elements of an access of 16 bytes, where all tensors lie and divide so; else 1. float64 is read one by one: its
+// kernels are large, and few.
 template <typename Params>
 int reduce_vector(const Params& p, int element_size, std::initializer_list<const void*> tensors) {
-  const int vector = 16 / element_size;
+  const int vector = element_size == 8 ? 1 : 16 / element_size;
   bool fits = (p.inner > 1 ? p.inner : p.reduced) % vector == 0;
   for (const void* t : tensors) fits = fits && reinterpret_cast<uintptr_t>(t) % 16 == 0;
   return fits ? vector : 1;
