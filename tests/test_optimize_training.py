@@ -238,7 +238,8 @@ def test_a_model_that_waits_for_the_host_keeps_the_convolutions_that_gain_much(m
 def test_where_the_clock_says_little_the_work_decides_what_stands_between(clocked, work, taken, monkeypatch):
     """nnU-Net's ResidualEncoderUNet waits for its launches: a clock of 5 % more left the GPU 48 ms, not 34."""
     model = nn.Sequential(nn.Conv2d(4, 4, 1)).train()
-    training._wrapped.add(model[0], functools.partial(training.TrainingState, ours={"x": 1e-4}))
+    ours = {training.key_of(torch.ones(1, 4, 2, 2)): 1e-4}
+    training._wrapped.add(model[0], functools.partial(training.TrainingState, ours=ours))
     decides = whole.Whole(model, torch.randn(1, 4, 2, 2), lambda name: "")
     decides._steps = False
 
