@@ -25,30 +25,13 @@
 
 namespace kgopt {
 
-namespace norm_lse {
-
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float reciprocal_of(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-inline constexpr float kLog2E = 1.44269504088896340736f;
-
-}  // namespace norm_lse
-
 template <ConvMath kMath, bool kLargeBatch, bool kStore>
 __global__ void __launch_bounds__(kNormLseThreads, 1)
     conv_norm_lse_kernel(const __grid_constant__ ConvNormLseParams q) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using namespace norm_lse;
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr int kColumns = kNormLseColumns, kProducers = kNormLseProducers, kConsumers = kNormLseConsumers;
+  constexpr float kLog2E = 1.44269504088896340736f;
   constexpr int kLoaders = 128 * kProducers, kWarps = kConsumers * 4, kThreads = kNormLseThreads;
   constexpr int kSplit = ConvMathTraits<kMath>::kSplit, kBatch = few_channels_batch(kMath, 1, kLargeBatch);
   constexpr WgmmaType kType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
@@ -245,10 +228,10 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
               for (int half = 0; half < 2; ++half) {
                 const int i = j / 2 * 4 + half * 2 + (j & 1);
                 // Within 2e-7 of tanh.
-                const float th = fmaf(-2.f, reciprocal_of(1.f + exp2_of(fmaf(acc[i], column.y, column.z))), 1.f);
+                const float th = fmaf(-2.f, rcp_approx(1.f + exp2_approx(fmaf(acc[i], column.y, column.z))), 1.f);
                 // y and the shift may be large and near each other: the products are not rounded before the sum.
                 const float y = fmaf(acc[i], kLog2E, fmaf(column.x, kLog2E, power_shift[half]));
-                const float e = exp2_of(fmaf(th, fmaf(th, kLog2E / 6, kLog2E / 2), y));
+                const float e = exp2_approx(fmaf(th, fmaf(th, kLog2E / 6, kLog2E / 2), y));
                 const float slope = fmaf(-th, th, 1.f) * fmaf(th, 1.f / 3, 0.5f);
                 total[half] += e;
                 own[i] = e * (kStore ? fmaf(scale, slope, 1.f) : slope);
