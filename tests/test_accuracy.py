@@ -189,6 +189,27 @@ def test_convolutions_between_norms(how, allowed, monkeypatch):
     assert right is (how == "fp32" or (how == "tf32" and allowed))
 
 
+def test_no_algorithm_is_searched_for_a_corner(monkeypatch):
+    """cuDNN's benchmark mode tries ten of them for each new size, which takes as long as for the whole of x."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    sizes, convolve, run = [], torch.convolution, glue.Call.run
+
+    def watched(function):
+        def call(*args):
+            x = args[0].x if isinstance(args[0], glue.Call) else args[0]
+            sizes.append((x.shape[-1], torch.backends.cudnn.benchmark))
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(torch, "convolution", watched(convolve))
+    monkeypatch.setattr(glue.Call, "run", watched(run))
+    call = conv_call(torch.randn(2, 4, 30, 30), torch.randn(8, 4, 3, 3))
+    y = F.conv2d(call.x, *call.more, padding=1)
+    assert search._is_right(call, "bias", y, y + 1e-7, lambda: y)
+    assert sizes and all(size == 24 and not searches for size, searches in sizes)
+
+
 @pytest.mark.parametrize("allowed", [False, True], ids=["fp32", "tf32"])
 @pytest.mark.parametrize("how", ["tf32", "fp32", "wrong gradient", "lost position"])
 def test_convolutions_in_training(how, allowed, monkeypatch):

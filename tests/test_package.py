@@ -70,6 +70,22 @@ def test_import_brings_in_no_heavy_module():
     assert run_python(code) == "[]"
 
 
+def test_optimize_brings_in_no_compiler():
+    """Importing Dynamo took a third of the seconds of the first call; once somebody imports it, it is told."""
+    code = (
+        "import sys, torch, kgopt\n"
+        "from torch import nn\n"
+        "with torch.no_grad():\n"
+        "    block = nn.Sequential(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Upsample(scale_factor=2))\n"
+        "    kgopt.optimize(block.eval(), torch.ones(1, 2, 4, 4))\n"
+        "print([m for m in ('torch._dynamo', 'torch._inductor', 'sympy') if m in sys.modules])\n"
+        "from kgopt.rewrite import modules\n"
+        "import torch._dynamo\n"
+        "print(modules._child_of_class._dynamo_marked_constant)"
+    )
+    assert run_python(code).split("\n") == ["[]", "True"]
+
+
 def test_flop_formulas_in_either_order_of_import():
     orders = (("kgopt", "torch.utils.flop_counter"), ("torch.utils.flop_counter", "kgopt"))
     counts = outputs(

@@ -160,7 +160,8 @@ def _errors(q: Question) -> tuple[float, float]:
     """The yardstick of :mod:`kgopt.accuracy`, and the error of ours."""
     chain, x, conv, norm = q.chain, q.x, q.conv, q.norm
     part = part_of(x, REFERENCE_ELEMENTS)
-    before, after = q.theirs(part), q.ours(part)
+    with accuracy.no_autotuning():  # of a part, whose sizes come once; for x itself algorithms were chosen before
+        before, after = q.theirs(part), q.ours(part)
     tf32 = conv is not None and accuracy.may_take_tf32(x)
     ideal = 0.0
     with torch.autocast(x.device.type, enabled=False), accuracy.no_autotuning():

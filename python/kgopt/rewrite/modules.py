@@ -15,6 +15,7 @@ from kgopt.rewrite import known, originals
 from kgopt.rewrite.disguise import is_made, original_class
 from kgopt.rewrite.meanings import conv_of, is_identity, read_of
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
+from kgopt.torch_private import constant_when_compiled
 
 Path = tuple[str, ...]  # names of children
 _MORE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
@@ -140,7 +141,7 @@ def _passed_to(code: types.CodeType) -> str:
     return str(child.argval) if all(given) and looks_up and calls and back.opname == "RETURN_VALUE" else ""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
+@constant_when_compiled
 def _child_of_class(cls: Any) -> str:
     forward = cls.forward
     return _passed_to(forward.__code__) if isinstance(forward, types.FunctionType) else ""
@@ -217,7 +218,7 @@ def is_zero_padding(module: Any) -> bool:
     return isinstance(module, PADDINGS) and type(module) in PADDINGS and module.value == 0
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
+@constant_when_compiled
 def _upsamples_as_is(cls: Any) -> bool:
     own = cls.__dict__
     if cls.__bases__ != (nn.Upsample,) or own.keys() & {"__call__", "_call_impl", "__getattr__", "__getattribute__"}:

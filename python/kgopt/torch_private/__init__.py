@@ -17,6 +17,7 @@ from kgopt.torch_private.compilers import (
     compile_eagerly,
     compile_graph,
     compiler_settings,
+    constant_when_compiled,
     inductor_cache_dir,
     inductor_lowering,
     inductor_patterns,
