@@ -403,7 +403,7 @@ def decided(monkeypatch, work, host=0.0, budget=1e6):
         monkeypatch, model, dict(zip(("conv bias", "nearest", "linear", "replicate"), work, strict=True)), host
     )
     monkeypatch.setattr(between, "BUDGET", budget)
-    text = decides.choose_between("given")
+    text = decides.choose_between("given").text
     torch.testing.assert_close(decides.call(), expected)
     assert all(glue.state_of(m).enabled for m in glue.modules_of(model))
     return timed, text

@@ -11,7 +11,8 @@ from torch import nn
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import clocks, layout, measuring, race, whole
+from kgopt.rewrite import clocks, glue, layout, measuring, race, whole
+from kgopt.rewrite.glue import search
 from kgopt.rewrite.transaction import LOCK
 
 TIME_BOTH = clocks.time_both
@@ -22,6 +23,7 @@ def sites_win(monkeypatch):
     """Each site is faster on kgopt, so that only the whole model decides."""
     monkeypatch.setattr(race, "SLACK", 1.01)
     monkeypatch.setattr(clocks, "time_both", lambda first, second, device: (2.0, 1.0))
+    monkeypatch.setattr(clocks, "busy", lambda function, device: 1.0)
     monkeypatch.setattr(measuring, "_errors", lambda question: (0.0, 0.0))
 
 
@@ -82,6 +84,36 @@ def test_one_that_is_not_slower_stays(after, device, clock):
     assert not report.slower
 
 
+@pytest.mark.parametrize(("lost", "norms_alone", "left"), [(1.02, 1.0, True), (1.02, 1.02, False), (1.2, 1.0, False)])
+def test_a_model_that_lost_by_little_loses_what_stands_between_its_norms(lost, norms_alone, left, monkeypatch):
+    """One that lost by 3 % became what it was, with norms that gained 20."""
+    monkeypatch.setattr(whole, "chooses", lambda device: True)
+    monkeypatch.setattr(clocks, "busy_both", lambda first, second, device: (2.0, 1.0))
+    monkeypatch.setattr(search, "SMALL", 1)
+    seen = []
+
+    def clock_both(first, second, device, ready):
+        ready[1]()
+        seen.append(len(glue.modules_of(model)))
+        return 1.0, norms_alone if len(seen) > 1 else lost
+
+    monkeypatch.setattr(clocks, "clock_both", clock_both)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Upsample(scale_factor=2)).eval()
+    x = torch.randn(2, 3, 9, 9)
+    with torch.no_grad():
+        expected = model(x)
+        kgopt.optimize(model, x)
+        torch.testing.assert_close(model(x), expected)
+    assert seen[0]
+    assert seen[1:] == ([0] if lost < 1.1 else [])
+    assert not glue.modules_of(model)
+    report = kgopt.report(model)
+    assert (made(model) > 0) is left is not report.slower
+    if left:
+        assert report.glue == "left alone: the whole model is slower with it: 1.02e+03 ms a call"
+        assert report.clock == "1e+03 ms a call, 1e+03 ms as it came (measured)"
+
+
 def test_other_inputs_are_another_question(device, clock):
     """A model that lost on a small input gets another chance on a large one."""
     clock(1.0, 1.5)
@@ -132,7 +164,7 @@ def test_both_forms_run_in_turn(device, monkeypatch):
 
     monkeypatch.setattr(clocks, "clock_both", look)
     monkeypatch.setattr(whole, "chooses", lambda device: True)
-    monkeypatch.setattr(whole.Whole, "layout_seconds", lambda self, layout: 1.0 if layout != "channels_last" else 0.5)
+    monkeypatch.setattr(whole.Whole, "layout_seconds", lambda self, layout: 1.0 if "given" in layout else 0.5)
     monkeypatch.setattr(whole.Whole, "find_between", lambda self: None)
     kgopt.optimize(model, x)
     assert seen == [(0, False, False, False), (1, True, True, True)] * 2
@@ -150,7 +182,7 @@ def test_where_the_clock_says_little_the_work_decides_the_layout(clocked, work, 
     """A step that waits for its launches takes as long in either layout."""
     clock(1.0, 0.5)
     monkeypatch.setattr(whole, "chooses", lambda device: True)
-    monkeypatch.setattr(whole.Whole, "layout_seconds", lambda self, layout: clocked[layout == "channels_last"])
+    monkeypatch.setattr(whole.Whole, "layout_seconds", lambda self, layout: clocked["given" not in layout])
     monkeypatch.setattr(whole.Whole, "find_between", lambda self: None)
     model = models.randomized(models.MonaiResBlock(), device).train()
 
@@ -169,7 +201,7 @@ def test_where_the_clock_says_little_the_work_decides_the_layout(clocked, work, 
 def test_lost_in_channels_last_is_back_in_its_layout(device, clock, monkeypatch):
     clock(1.0, 1.5)
     monkeypatch.setattr(whole, "chooses", lambda device: True)
-    monkeypatch.setattr(whole.Whole, "layout_seconds", lambda self, layout: 1.0 if layout != "channels_last" else 0.5)
+    monkeypatch.setattr(whole.Whole, "layout_seconds", lambda self, layout: 1.0 if "given" in layout else 0.5)
     monkeypatch.setattr(whole.Whole, "find_between", lambda self: None)
     model = models.randomized(models.MonaiResBlock(), device)
     strides = [p.stride() for p in model.parameters()]
@@ -231,7 +263,8 @@ def test_the_clock_is_a_clock():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "calls"), [((0.022, 0.0215), 5), ((0.022, 0.022), 8), ((0.01, 0.015), 9), ((0.015, 0.015), 12)]
+    ("seconds", "calls"),
+    [((0.03, 0.02), 4), ((0.022, 0.0215), 5), ((0.022, 0.022), 8), ((0.01, 0.015), 9), ((0.015, 0.015), 12)],
 )
 def test_a_difference_that_is_clear_ends_the_timing(seconds, calls, monkeypatch):
     """Training of a large model was called 54 times for each question: half a minute."""

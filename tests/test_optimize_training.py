@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import classes, clocks, known, measuring, timed, training, whole
+from kgopt.rewrite import between, classes, clocks, known, measuring, timed, training, whole
 
 
 class Model(nn.Module):
@@ -156,10 +156,11 @@ def test_a_model_that_cannot_be_trained(monkeypatch):
     def times_the_model(self, layout):
         with timed.trial(self.root, grad=True), timed.original_code(self.root):
             self.timed()
-        return ""
+        return between.Choice([], "")
 
     monkeypatch.setattr(whole, "chooses", lambda device: True)
     monkeypatch.setattr(whole.Whole, "choose_between", times_the_model)
+    monkeypatch.setattr(clocks, "busy", lambda function, device: (function(), 1.0)[1])
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.ReLU(inplace=True))
     x = torch.randn(2, 3, 8, 8)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -225,7 +226,7 @@ def test_a_model_that_waits_for_the_host_keeps_the_convolutions_that_gain_much(m
             0.5 - sum(map(sum, (training.state_of(m).ours.values() for m in training.modules_of(model)))),
         )[-1],
     )
-    text = decides.choose_between("given")
+    text = decides.choose_between("given").text
     assert text.startswith("kgopt's in a module, without conv small")
     assert training.modules_of(model) == [model[1]]
 
@@ -249,7 +250,7 @@ def test_where_the_clock_says_little_the_work_decides_what_stands_between(clocke
 
     monkeypatch.setattr(clocks, "time_both", lambda first, second, device: clocked)
     monkeypatch.setattr(clocks, "busy", busy)
-    assert decides.choose_between("given").startswith("kgopt's in a module" if taken else "left alone")
+    assert decides.choose_between("given").text.startswith("kgopt's in a module" if taken else "left alone")
     assert bool(training.modules_of(model)) == taken
 
 

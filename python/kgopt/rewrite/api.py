@@ -109,8 +109,8 @@ def optimize(
         asked = channels_last is True or cuda_graph is True or recompute is True
         times = race.compare(whole) if whole is not None and measure and not asked else None
         replay = _record(root, whole, example_inputs, cuda_graph, measure, times)
-        if times is not None:
-            race.undo_if_slower(root, found, times, replay)
+        if whole is not None and times is not None:
+            race.undo_if_slower(whole, found, times, replay)
     if report:
         print(report_of(model))
     return model

@@ -8,6 +8,7 @@ comes next, or its checks keep a host busy that is late already. A way is a kind
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
@@ -88,8 +89,26 @@ class _Forms:
         return len(kept)
 
 
-def choose(whole: Timed, layout: str) -> tuple[list[nn.Module], str]:
-    """Takes the ways that make a model faster. The modules that have some, and what the report says of it.
+@dataclass
+class Choice:
+    """What a model takes."""
+
+    modules: list[nn.Module]  # that have some
+    text: str  # what the report says
+    seconds: float = 0.0  # by the clock, and of the GPU's work; 0: nobody asked
+    work: float = 0.0
+
+
+def work(whole: Timed, layout: str, some: bool = True) -> float:
+    """Of the GPU, with all ways that gain on their own, or with none. All run afterwards."""
+    forms = _Forms(whole, layout)
+    found = forms.work(forms.ways if some else _NONE)
+    forms.take(forms.ways)
+    return found
+
+
+def choose(whole: Timed, layout: str) -> Choice:
+    """Takes the ways that make a model faster.
 
     First the GPU's work: each way in turn is left out, and stays out where it does not gain. (Where that would take
     seconds, only if all ways together lose.) Then the clock, of the model with what is left and with none; where it
@@ -98,7 +117,7 @@ def choose(whole: Timed, layout: str) -> tuple[list[nn.Module], str]:
     """
     forms = _Forms(whole, layout)
     if not forms.ways:
-        return [], ""
+        return Choice([], "")
     kept, works = forms.ways, {}
     works[kept] = forms.work(kept)
     is_short = CALLS * len(kept) * works[kept] <= BUDGET
@@ -134,12 +153,13 @@ def choose(whole: Timed, layout: str) -> tuple[list[nn.Module], str]:
             f"{works[tried] * 1e3:.2f} ms of the GPU's work with them, {works[_NONE] * 1e3:.2f} ms without "
             f"({clocks[tried] * 1e3:.2f} and {before * 1e3:.2f} ms by the clock)"
         )
+    measured = clocks[taken], works.get(taken, 0.0)
     if not taken:
-        return [], f"left alone: kgopt's are not faster: {times}"
+        return Choice([], f"left alone: kgopt's are not faster: {times}", *measured)
     without = sorted(forms.ways - taken)
     of = "a module" if count == 1 else f"{count} modules"
     text = f"kgopt's in {of}{', without ' + ', '.join(without) if without else ''}: {times}"
-    return whole.front.modules_of(whole.root), text
+    return Choice(whole.front.modules_of(whole.root), text, *measured)
 
 
 def _with_fewer_checks(ways: frozenset[str]) -> list[frozenset[str]]:

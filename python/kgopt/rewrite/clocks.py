@@ -15,6 +15,7 @@ from kgopt.torch_private import keep_busy
 _alone: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 LONG = 0.2  # seconds: what takes longer is timed once
 SHORT = 0.02  # seconds: what takes longer waits for no launches, so it is timed alone, and in fewer rounds
+FAR = 1.1  # two times that are so far apart, of long calls, are compared in two rounds
 
 
 def time_both(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
@@ -44,10 +45,11 @@ def _are_enough(rounds: list[list[float]], seconds: float, device: torch.device)
         return len(rounds) >= 3
     if len(rounds) >= max(3, min(40, int(0.15 / max(seconds, 1e-6)))):
         return True
-    if len(rounds) < (7 if seconds < SHORT else 3):
+    if len(rounds) < (7 if seconds < SHORT else 2):
         return False
     first, second = zip(*rounds, strict=True)
-    return max(first) < min(second) or max(second) < min(first)
+    apart = 1.0 if len(rounds) >= 3 else FAR
+    return max(first) * apart < min(second) or max(second) * apart < min(first)
 
 
 def seconds_once(function: Callable[[], Any], device: torch.device) -> float:
@@ -171,6 +173,6 @@ def _busy(functions: list[Callable[[], Any]], device: torch.device, most: float)
 
         found = behind()
         if found < LONG and (not best or found < 2 * best[0]):  # else more of them would not help it
-            found = min(found, behind(), behind())
+            found = min(found, *(behind() for _ in range(1 if found > SHORT else 2)))
         best.append(found)
     return best

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from kgopt.rewrite import casts, clocks, graphs, known, layout
+from kgopt.rewrite import between, casts, clocks, convolved, graphs, known, layout
 from kgopt.rewrite.disguise import become, original_class
 from kgopt.rewrite.reporting import Report
 from kgopt.rewrite.timed import trial
@@ -46,22 +46,37 @@ class Times:
     known: bool  # of an equal model
 
 
-def compare(whole: Whole) -> Times | None:
+def compare(whole: Whole, parts: str = "") -> Times | None:
     """A model and what it was, on its example inputs, both in turn; None where there is nothing to compare.
 
-    Ahead of any recording: the model changes its classes and layout for it, and so its tensors' places.
+    Ahead of any recording: the model changes its classes and layout for it, and so its tensors' places. ``parts``: for
+    the question, what is left of it.
     """
     if math.isinf(SLACK) or not any(original_class(m) for m in whole.root.modules()):
         return None
-    (before, after), asked_before = whole.settle(f"clock {_form(whole.root)}", lambda: _clock(whole))
+    (before, after), asked_before = whole.settle(f"clock {_form(whole.root)}{parts}", lambda: _clock(whole))
     return Times(before, after, asked_before)
 
 
-def undo_if_slower(root: nn.Module, found: Report, times: Times, replay: float) -> None:
-    """Undoes all of it where a model lost. ``replay``: seconds of a call that is replayed; 0: it is not.
+def _without_between(whole: Whole, found: Report, times: Times) -> Times:
+    """Times of a model whose norms alone are kgopt's, where it lost by little with what stands between them."""
+    front, root = whole.front, whole.root
+    if not SLACK * times.before < times.after <= between.NEAR * times.before or not front.modules_of(root):
+        return times
+    front.forget(root)
+    convolved.take_back(root)
+    found.glue = f"left alone: the whole model is slower with it: {times.after * 1e3:.3g} ms a call"
+    return compare(whole, ", norms alone") or times
 
-    ``found``: its report, which stays. So does what its norms remember: they are no new sites.
+
+def undo_if_slower(whole: Whole, found: Report, times: Times, replay: float) -> None:
+    """Undoes all of it where a model lost; by little, only what stands between the norms, if that is to blame.
+
+    ``replay``: seconds of a call that is replayed; 0: it is not. ``found``: its report, which stays. So does what its
+    norms remember: they are no new sites.
     """
+    root = whole.root
+    times = times if replay else _without_between(whole, found, times)
     after = replay or times.after
     how = ("replayed, " if replay else "") + ("known" if times.known else "measured")
     found.clock = f"{after * 1e3:.3g} ms a call, {times.before * 1e3:.3g} ms as it came ({how})"

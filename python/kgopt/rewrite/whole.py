@@ -6,7 +6,7 @@ Two forms of the model are timed in turn, with the example inputs; the answers a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,11 +43,14 @@ def chooses(device: torch.device) -> bool:
 
 @dataclass
 class _Form:
-    """A model fully decided in one layout."""
+    """A model in one layout: its parts were measured; decided, once ``seconds`` says something."""
 
+    layout: str  # "given" or "channels_last"
     sites: list[tuple[policy.SiteState, tuple[Any, ...]]]
     between: list[tuple[nn.Module, Any]]
-    glue: str  # what the report says
+    work: float  # of the GPU, in seconds; 0: nobody asked
+    seconds: float = 0.0  # by the clock
+    glue: str = ""  # what the report says
 
 
 class Whole(TimedModel):
@@ -97,9 +100,11 @@ class Whole(TimedModel):
                 self.forget()
                 found.layout, result = f"as it was: {why}", self.call()
         if choosing:
-            form = self.form("given")
             if channels_last == "auto" and not chosen:
-                form, found.layout = self.faster_layout(form)
+                form, found.layout = self.faster_layout()
+            else:
+                self.find_between()
+                form = self.decided(self.held("given"))
             convolved.take_back(self.root)
             found.glue = form.glue
             found.whole = ("known" if all(self.asked) else "measured") if self.asked else ""
@@ -117,22 +122,28 @@ class Whole(TimedModel):
         for state in self.states:
             state.forget()
 
-    def form(self, layout: str) -> _Form:
-        """Decides all but the layout. Sites have measured themselves."""
-        self.find_between()
-        self.choose_hidden(layout)
-        text = self.choose_between(layout)
+    def held(self, layout: str, work: float = 0.0, seconds: float = 0.0, glue: str = "") -> _Form:
+        """What the model now is."""
         sites = [(s, (s.results, s.seen, s.kept_back, s.hidden)) for s in self.states]
         kept = [(m, self.front.state_of(m)) for m in self.front.modules_of(self.root)]
-        return _Form(sites, kept, text)
+        return _Form(layout, sites, kept, work, seconds, glue)
 
     def take(self, form: _Form) -> None:
-        """Makes the model that form, in the layout that it now has."""
+        """Makes the model that form."""
+        layout.set_layout(self.root, form.layout == "channels_last")
         for state, remembered in form.sites:
             state.results, state.seen, state.kept_back, state.hidden = remembered
         self.front.forget(self.root)
         for module, state in form.between:
             self.front.adopt(module, state)
+
+    def decided(self, form: _Form) -> _Form:
+        """The form that the model now has, with all decided but the layout."""
+        hides = self.choose_hidden(form.layout)
+        choice = self.choose_between(form.layout if hides else f"{form.layout}, launches count")
+        if not choice.seconds:  # there was nothing to choose
+            choice.seconds, choice.work = self.layout_seconds(form.layout), form.work if hides else 0.0
+        return self.held(form.layout, choice.work, choice.seconds, choice.text)
 
     def find_between(self) -> None:
         """Measures what stands between the norms, on what it is given where launches are hidden: a norm that runs on
@@ -150,11 +161,15 @@ class Whole(TimedModel):
                 state.hidden = hidden
         convolved.give(self.root)
 
-    def choose_hidden(self, layout: str) -> None:
-        """Whether launches are hidden in this model: where sites depend on it, both are timed."""
+    def choose_hidden(self, layout: str) -> bool:
+        """Whether launches are hidden in this model: where sites depend on it, both are timed.
+
+        Where that makes little difference to a step, kgopt's ops are taken: for the GPU they are less work, as each
+        site was measured. A step that waits for this host is no reason to give the GPU a third more to do.
+        """
         undecided = [state for state in self.states if state.undecided]
         if not undecided:
-            return
+            return True
 
         def switched(on: bool) -> Callable[[], Any]:
             timed = self.timed
@@ -166,22 +181,23 @@ class Whole(TimedModel):
 
             return run
 
-        before, after = self.compared(f"hidden {layout}", switched(False), switched(True))
+        before, after = self.seconds(f"hidden {layout}", switched(False), switched(True))
+        hidden = after < before or (self.root.training and self.are_equal(before, after))
         for state in undecided:
-            state.hidden = after < before
+            state.hidden = hidden
+        return hidden
 
-    def choose_between(self, layout: str) -> str:
-        """Which of kgopt's ways between the norms make the whole model faster; what the report says of it."""
-        kept, text = between.choose(self, layout)
-        carried = "" if self.root.training or not kept else self.choose_carrying(layout, kept)
-        return f"{text}{carried}"
+    def choose_between(self, layout: str) -> between.Choice:
+        """Which of kgopt's ways between the norms make the whole model faster."""
+        choice = between.choose(self, layout)
+        return choice if self.root.training or not choice.modules else self.choose_carrying(layout, choice)
 
-    def choose_carrying(self, layout: str, modules: list[nn.Module]) -> str:
+    def choose_carrying(self, layout: str, choice: between.Choice) -> between.Choice:
         """Whether convolutions that compute the moments of their results for the norms behind them pay."""
         self.call()  # shows whose results norms take
-        carriers = [glue.state_of(m).carrier for m in modules if glue.state_of(m).carrier.wanted]
+        carriers = [glue.state_of(m).carrier for m in choice.modules if glue.state_of(m).carrier.wanted]
         if not carriers:
-            return ""
+            return choice
 
         def switched(on: bool) -> Callable[[], Any]:
             timed = self.timed
@@ -197,66 +213,93 @@ class Whole(TimedModel):
         for carrier in carriers:
             carrier.on = after < before
         if after >= before:
-            return ""
-        return f"; moments carried from {len(carriers)} of them: {after * 1e3:.2f} ms, {before * 1e3:.2f} ms without"
-
-    def compared(self, question: str, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[float, float]:
-        """Seconds of two forms: a call by the clock; of a step the GPU's work, where the clock makes little difference.
-
-        As between layouts: a step that waits for this host is no reason to give the GPU a third more to do. A short
-        call without gradients is replayed where its launches are what takes the time, or they decide.
-        """
-        before, after = self.seconds(question, first, second)
-        if not self.root.training or not self.are_equal(before, after):
-            return before, after
-
-        def measure() -> list[float]:
-            with trial(self.root, self.root.training):
-                return [clocks.busy(form, self.device) for form in (first, second)]
-
-        (before, after), known = self.settle(f"work {question}", measure)
-        self.asked.append(known)
-        return before, after
+            return choice
+        text = f"; moments carried from {len(carriers)} of them: {after * 1e3:.2f} ms, {before * 1e3:.2f} ms without"
+        return replace(choice, text=f"{choice.text}{text}", seconds=after, work=0.0)
 
     # ----------------------------------------------------------------------------------------------------- layouts
 
-    def faster_layout(self, given: _Form) -> tuple[_Form, str]:
+    def faster_layout(self) -> tuple[_Form, str]:
         """The model in the layout that it was given in against channels_last inside, each at its best.
 
-        A conversion of what the caller gives, and back, is part of the call. Where the clock makes little difference,
-        perhaps because launches take longer than their work, the one with less work on the GPU is taken: the next host
-        is a faster one, or the step becomes a CUDA graph.
+        A conversion of what the caller gives, and back, is part of the call. The layout with less work, by what was
+        measured of its parts, is decided first; the other one only where it can still win. Where the clock makes little
+        difference, perhaps because launches take longer than their work, the one with less work on the GPU is taken:
+        the next host is a faster one, or the step becomes a CUDA graph.
         """
-        before = self.layout_seconds("given")
+        given = self.first("given")
         why = layout.set_layout(self.root, True)
+        forms = [given]
+        if not why:
+            self.front.forget(self.root)
+            self.forget()
+            try:
+                why = self.differs(self.call())  # sites measure themselves in this layout
+                if not why:
+                    forms = sorted([given, self.first("channels_last")], key=lambda form: form.work)
+                    self.take(forms[0])
+                    forms[0] = self.decided(forms[0])
+                    if not self.is_behind(forms[1], forms[0]):
+                        forms = self.both_decided(*forms)
+            except RuntimeError as error:
+                why = f"channels_last fails: {str(error).splitlines()[0]}"
         if why:
-            return given, f"as it was: {why}"
-        self.front.forget(self.root)
-        self.forget()
-        other, after, work = given, 0.0, 0.0
-        try:
-            why = self.differs(self.call())  # sites measure themselves in this layout
-            if not why:
-                other = self.form("channels_last")
-                after = self.layout_seconds("channels_last")
-                if self.are_equal(before, after):
-                    work = self.work("channels_last")
-        except RuntimeError as error:
-            why = f"channels_last fails: {str(error).splitlines()[0]}"
-        layout.set_layout(self.root, False)
-        self.take(given)
-        if not why and after < before:  # a clock that went up meanwhile shows
-            before = min(before, self.layout_seconds("given again"))
-        times = f"channels_last {after * 1e3:.2f} ms, as it was {before * 1e3:.2f} ms"
-        if not why and work and self.are_equal(before, after):
-            times = f"{times} by the clock"
-            before, after = self.work("given"), work
-            times = f"{after * 1e3:.2f} and {before * 1e3:.2f} ms of the GPU's work ({times})"
-        if why or after >= before:
-            return given, f"as it was: {why}" if why else f"as it was: {times}"
-        layout.set_layout(self.root, True)
+            self.take(given)
+            return self.decided(given), f"as it was: {why}"
+        taken, other = forms
+        self.take(taken)
+        found = "channels_last" if taken.layout == "channels_last" else "as it was"
+        if not other.seconds:
+            alone = f"{other.work * 1e3:.2f} ms of the GPU's work alone in the other layout"
+            return taken, f"{found}: {taken.seconds * 1e3:.2f} ms, {alone}"
+        last, given = sorted(forms, key=lambda form: form.layout)
+        times = f"channels_last {last.seconds * 1e3:.2f} ms, as it was {given.seconds * 1e3:.2f} ms"
+        if self.are_equal(last.seconds, given.seconds):
+            works = f"{last.work * 1e3:.2f} and {given.work * 1e3:.2f} ms of the GPU's work"
+            times = f"{works} ({times} by the clock)"
+        return taken, f"{found}: {times}"
+
+    def first(self, layout: str) -> _Form:
+        """The model in the layout that it now has, with all that gains on its own. Sites have measured themselves."""
+        self.find_between()
+        for state in self.states:
+            state.hidden = state.undecided
+        return self.held(layout, between.work(self, layout))
+
+    def is_behind(self, other: _Form, taken: _Form) -> bool:
+        """Whether a form cannot win against one that is decided, whatever it leaves out: no call is shorter than its
+        work, and of steps that wait for their host the one with less work is taken.
+        """
+        bar = EQUAL * taken.seconds
+        if self.root.training:
+            bar = min(bar, EQUAL * EQUAL * self.work_of(taken))
+        if other.work <= bar:
+            return False
         self.take(other)
-        return other, f"channels_last: {times}"
+        if between.work(self, other.layout, some=False) <= bar:
+            return False
+        return not self.root.training or self.layout_seconds(f"{other.layout} at first") >= taken.seconds
+
+    def both_decided(self, first: _Form, second: _Form) -> list[_Form]:
+        """Two forms, of which the first is decided; the faster one in front."""
+        self.take(second)
+        second = self.decided(second)
+        if second.seconds < first.seconds:  # a clock that went up meanwhile shows
+            self.take(first)
+            first.seconds = min(first.seconds, self.layout_seconds(f"{first.layout} again"))
+        is_close = self.are_equal(first.seconds, second.seconds)
+
+        def cost(form: _Form) -> tuple[float, bool]:
+            return self.work_of(form) if is_close else form.seconds, form.layout == "channels_last"
+
+        return sorted([first, second], key=cost)
+
+    def work_of(self, form: _Form) -> float:
+        """Of the GPU, in seconds, in a form that is decided."""
+        if not form.work:
+            self.take(form)
+            form.work = self.work(form.layout)
+        return form.work
 
     def are_equal(self, before: float, after: float) -> bool:
         """Whether two times by the clock say little of two forms, of which the GPU's work may say more."""
