@@ -207,7 +207,8 @@ def test_no_algorithm_is_searched_for_a_corner(monkeypatch):
     call = conv_call(torch.randn(2, 4, 30, 30), torch.randn(8, 4, 3, 3))
     y = F.conv2d(call.x, *call.more, padding=1)
     assert search._is_right(call, "bias", y, y + 1e-7, lambda: y)
-    assert sizes and all(size == 24 and not searches for size, searches in sizes)
+    assert sizes
+    assert all(size == 24 and not searches for size, searches in sizes)
 
 
 @pytest.mark.parametrize("allowed", [False, True], ids=["fp32", "tf32"])

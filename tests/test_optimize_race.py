@@ -277,3 +277,12 @@ def test_a_difference_that_is_clear_ends_the_timing(seconds, calls, monkeypatch)
 
     assert TIME_BOTH(lambda: called(0), lambda: called(1), torch.device("cuda")) == seconds
     assert done == [calls, calls]
+
+
+def test_one_function_is_timed_once(monkeypatch):
+    """The clock of a layout was that of one form against itself."""
+    monkeypatch.setattr(clocks, "_cuda_seconds", lambda function, device: function())
+    done = []
+    function = lambda: done.append(1) or 0.01  # noqa: E731
+    assert TIME_BOTH(function, function, torch.device("cuda")) == (0.01, 0.01)
+    assert len(done) == 2 + 7

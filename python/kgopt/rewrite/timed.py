@@ -113,7 +113,9 @@ class TimedModel:
 
                     return run
 
-                return [t / row for t in clocks.time_both(in_a_row(first), in_a_row(second), self.device)]
+                rows = in_a_row(first)
+                both = clocks.time_both(rows, rows if first is second else in_a_row(second), self.device)
+                return [t / row for t in both]
 
         (before, after), known = self.settle(f"{question} replayed" if self.replays else question, measure)
         self.asked.append(known)
