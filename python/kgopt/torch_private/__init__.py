@@ -12,6 +12,7 @@ stand for it, the name ``torch.nn.Module`` does.
 
 from kgopt.torch_private.compilers import (
     BACKENDS,
+    DYNAMO,
     INDUCTOR_LOG,
     INDUCTOR_PATTERNS,
     compile_eagerly,

@@ -105,7 +105,8 @@ def inductor_cache_dir() -> str | None:
     return None if found is None else str(found[0]())
 
 
-BACKENDS = "torch._dynamo.backends.registry"
+DYNAMO = "torch._dynamo"
+BACKENDS = f"{DYNAMO}.backends.registry"
 _backends = when_needed(
     (f"{BACKENDS}._BACKENDS", f"{BACKENDS}.register_backend"),
     'backend="kgopt" is found by its entry point alone',
