@@ -63,7 +63,26 @@ class BesideModules(Parameters):
         return h + F.group_norm(x, 2, self.norm.weight, self.norm.bias, self.norm.eps)
 
 
-NETWORKS = [Module, WithoutParameters, InBranches, Instance, BesideModules]
+class Activated(Parameters):
+    """Activations as functions and modules, in an expression and in a statement of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.Hardswish()
+
+    def forward(self, x):
+        h = F.group_norm(x, 2, self.weight, self.bias)
+        h = F.leaky_relu(h, 0.2, inplace=True)
+        h = self.act(F.instance_norm(self.conv(h)))
+        if x.dim() == 4:
+            h = F.group_norm(h, 1)
+            h = torch.tanh(h)
+        kept = F.group_norm(h, 4)
+        h = F.silu(kept)
+        return h + F.gelu(kept, approximate="tanh")
+
+
+NETWORKS = [Activated, Module, WithoutParameters, InBranches, Instance, BesideModules]
 
 
 class Names(TorchDispatchMode):
@@ -93,8 +112,44 @@ def test_values_and_gradients(make, train):
     net, original = (m.train(train) for m in pair(make))
     check(net, original)
     ours, theirs = norms_in(net, torch.randn(2, 4, 5, 6, dtype=torch.float64))
-    assert (ours, theirs) == ((2, 0) if make in (Instance, BesideModules) else (ours, 0))
-    assert ours > 0
+    wanted = {
+        Activated: 4,
+        Module: 1,
+        WithoutParameters: 1,
+        InBranches: 3 if train else 2,
+        Instance: 2,
+        BesideModules: 2,
+    }
+    assert (ours, theirs) == (wanted[make], 0)
+
+
+def test_activations_join():
+    """Into the calls of the op; those of a value that is read twice stay alone."""
+    net, _ = pair(Activated)
+    acts = []
+
+    class Acts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func._schema.name.startswith("kgopt::group_norm"):
+                acts.extend(a for a in args if isinstance(a, str))
+            return func(*args, **(kwargs or {}))
+
+    with Acts():
+        net(torch.randn(1, 4, 5, 5, dtype=torch.float64))
+    assert [act for act in acts if act != "none"] == ["leaky_relu(0.2)", "hardswish", "tanh"]
+
+
+def test_a_replaced_activation_runs(monkeypatch):
+    net, _ = pair(Activated)
+    x = torch.randn(1, 4, 5, 5, dtype=torch.float64)
+    expected = net(x)
+    seen = []
+    net.act.register_forward_hook(lambda *_: seen.append("hook"))
+    torch.testing.assert_close(net(x), expected)
+    assert seen == ["hook"]
+    monkeypatch.setattr(torch, "tanh", lambda x: seen.append("tanh") or x)
+    assert (net(x) - expected).abs().max() > 0.1
+    assert seen == ["hook", "hook", "tanh"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -1,7 +1,8 @@
 """``F.group_norm`` and ``F.instance_norm`` in a user's code: kgopt's op, where that was measured to be the faster one.
 
 The front end for source code (:mod:`~kgopt.rewrite.source`) has :meth:`NormCall.run` called in their place, with the
-function that the code looked up and its arguments. In compiled code the function itself is called:
+function that the code looked up and its arguments; where an activation of the result is all that is read of it,
+:meth:`NormCall.run_then`. In compiled code the function itself is called:
 ``torch.compile(backend="kgopt")`` sees functions.
 """
 
@@ -65,44 +66,66 @@ NORM_CALLS: dict[Callable[..., Any], tuple[str, str, Callable[..., _Bound | None
 
 
 class NormCall:
-    """One such call in a method."""
+    """One such call in a method.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    ``act``: the activation of its result, as ops name it; ``role``: what :class:`~kgopt.rewrite.sites.Site` knows that
+    by, a name or a function; ``rest``: the arguments of its call after the tensor.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], act: str = "none", role: Any = None, rest: tuple[Any, Any] = ((), {})
+    ) -> None:
         norm, name, self.bind = NORM_CALLS[function]
-        self.function = function
-        self.site = Site(Chain(norm), ("norm",))
+        self.function, self.role, self.rest = function, role, rest
+        self.site = Site(Chain(norm, post=act), ("norm",) if role is None else ("norm", role))
         self.is_untouched = originals.untouched(*originals.functional(name))
 
     def __repr__(self) -> str:
-        return f"NormCall({self.function.__name__})"
+        return f"NormCall({self.site.chain.label})"
 
     def __reduce__(self) -> Any:
-        return NormCall, (self.function,)
+        return NormCall, (self.function, self.site.chain.post, self.role, self.rest)
 
     def run(self, owner: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)``, which stands in a method of the module ``owner``."""
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        return watching.outside_own_modes(self._run, owner, function, args, kwargs)
+        y = watching.outside_own_modes(self._run, owner, None, function, args, kwargs)
+        return function(*args, **kwargs) if y is None else y
 
-    def _run(self, owner: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        bound = self._bind(function, args, kwargs)
+    def run_then(self, owner: Any, act: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """``act(function(*args, **kwargs))``, which stands there."""
+        more, named = self.rest
+        if torch.compiler.is_compiling():
+            return act(function(*args, **kwargs), *more, **named)
+        y = watching.outside_own_modes(self._run, owner, act, function, args, kwargs)
+        return act(function(*args, **kwargs), *more, **named) if y is None else y
+
+    def _run(self, owner: Any, act: Any, function: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """By the op; None where PyTorch's code runs."""
+        bound = self._bind(act, function, args, kwargs)
         found: known.Known | None = None if bound is None else known.known_of(owner)
         if bound is None or found is None or found.calls is None or not found.calls.enabled:
-            return function(*args, **kwargs)
+            return None
         x, norm = bound
         cast = watching.autocast_of(x)
         # Calls of one module may differ in their groups.
         name = f"{self.site.key} {norm.num_groups}"
-        checks = self._bind, (function, args, kwargs)
+        checks = self._bind, (act, function, args, kwargs)
         if policy.choose(found.calls, name, found.keeps, self.site.chain, x, None, norm, cast, checks, call_now):
             if not watching.is_watched():
                 return self.site.run_now(x, owner, norm, cast)
             return self.site.run_watched(x, owner, norm, cast is not None and self.site.keeps_dtype)
-        return function(*args, **kwargs)
+        return None
 
-    def _bind(self, function: Any, args: Any, kwargs: Any) -> _Bound | None:
-        """The op's arguments, where nobody looks on and the function is PyTorch's own."""
+    def _bind(self, act: Any, function: Any, args: Any, kwargs: Any) -> _Bound | None:
+        """The op's arguments, where nobody looks on and the functions are PyTorch's own."""
+        if act is not None and (
+            watching.any_global_hooks()
+            or not self.site.are_others_untouched()
+            or not self.site.holds_beside((None, act))
+        ):
+            return None
         if function is not self.function or not self.is_untouched() or watching.wants_torch():
             return None
         if len_torch_function_stack() and watching.is_foreign_mode():

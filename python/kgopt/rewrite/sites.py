@@ -133,8 +133,12 @@ class Site:
                 return False
         elif not (self.is_untouched() if leaf is self.leaf else self._is_other_untouched(norm, x)):
             return False
-        if is_hooked(norm):
+        if is_hooked(norm) or not self.holds_beside(operands):
             return False
+        return self.chain.norm != "instance" or not has_own_methods(norm, leaf._kgopt_original)
+
+    def holds_beside(self, operands: Any) -> bool:
+        """Whether what the code calls beside the norm is still what was seen."""
         for i, role in self.others:
             operand = operands[i]
             if not isinstance(role, str):
@@ -155,7 +159,7 @@ class Site:
                 or (i < self.in_front and getattr(operand, "inplace", False))
             ):
                 return False
-        return self.chain.norm != "instance" or not has_own_methods(norm, leaf._kgopt_original)
+        return True
 
     def begin(self, norm: Any, x: Any) -> NormArgs | bool:
         """:meth:`ready` of a norm alone whose value may wait for a sum: its arguments, in code that compiles True.
