@@ -17,7 +17,8 @@ verdict  verdicts fingerprint emit clocks           PyTorch's code or ours: the 
 run      carry recompute arguments sites norms      what runs in place of a site, of a norm, between norms, in training,
          formats wrapped glue sums modulated        in channels_last; what is left of it for the backward
          upsampling padding joins training layout
-         channel_norms norm_calls casts graphs maps CUDA graphs of whole calls
+         channel_norms casts graphs maps            CUDA graphs of whole calls
+         norm_calls
 find     source sequential backend                  front ends: Python source, nn.Sequential, captured graphs
          functional_norms upsampled_graphs contest
          convolutions padded_graphs writes
