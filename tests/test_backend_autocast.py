@@ -44,6 +44,34 @@ def group_as_weight(x, w, b, k):
     return F.conv2d(y, y)
 
 
+def group_padded(x, w, b, k):
+    return F.conv2d(F.pad(F.silu(F.group_norm(x, 4, w, b)), (1, 1, 1, 1), mode="reflect"), k)
+
+
+def group_joined(x, w, b, k):
+    """The skip connection of a U-Net: two norms, each convolved, and joined for a third convolution."""
+    first, second = F.group_norm(x, 4, w, b), F.relu(F.group_norm(x, 2, w, b))
+    joined = torch.cat([first, second], 1).reshape(4, 8, 6, 6)
+    return F.conv2d(joined, k) + F.conv2d(first, k)[:1]
+
+
+def group_padded_with_ones(x, w, b, k):
+    return F.conv2d(F.pad(F.silu(F.group_norm(x, 4, w, b)), (1, 1, 1, 1), value=0.1), k)
+
+
+def group_padded_and_read(x, w, b, k):
+    y = F.pad(F.silu(F.group_norm(x, 4, w, b)), (1, 1, 1, 1))
+    return F.conv2d(y, k) + y
+
+
+def group_enlarged(x, w, b, k):
+    return F.conv2d(F.interpolate(F.silu(F.group_norm(x, 4, w, b)), scale_factor=2), k)
+
+
+def group_smoothly_enlarged(x, w, b, k):
+    return F.conv2d(F.interpolate(F.silu(F.group_norm(x, 4, w, b)), scale_factor=2, mode="bilinear"), k)
+
+
 @pytest.fixture
 def autocast_without_a_gpu():
     """The state that ``torch.autocast("cuda", torch.float16)`` sets where there is a GPU."""
@@ -65,6 +93,12 @@ def autocast_without_a_gpu():
         (group_and_conv, True),
         (group_read_twice, False),
         (group_as_weight, True),
+        (group_padded, True),
+        (group_joined, True),
+        (group_padded_with_ones, False),
+        (group_padded_and_read, False),
+        (group_enlarged, True),
+        (group_smoothly_enlarged, False),
     ],
 )
 def test_dtypes_are_pytorch_s(function, halves, autocast_without_a_gpu):
@@ -75,7 +109,7 @@ def test_dtypes_are_pytorch_s(function, halves, autocast_without_a_gpu):
         wanted = function(x, w, w, k)
     graph = captured(function, mode, x, w, w, k)
     report = backend.rewrite_graph(graph, always=True)
-    assert [bool(row.became) for row in report.sites] == [True], report
+    assert all(row.became for row in report.sites), report
     seen = []
 
     class Run(fx.Interpreter):
@@ -88,7 +122,24 @@ def test_dtypes_are_pytorch_s(function, halves, autocast_without_a_gpu):
     with mode:
         y = Run(graph).run(x, w, w, k)
     assert y.dtype is wanted.dtype
-    assert seen == [torch.float16 if halves else torch.float32]
+    assert seen == [torch.float16 if halves else torch.float32] * len(report.sites)
+
+
+def test_sums_in_backward_stay_in_float32(autocast_without_a_gpu):
+    """Each position of a padding that repeats adds to the same gradient: in half precision each sum would round."""
+
+    def function(x, w, b, k):
+        return F.conv2d(F.pad(F.group_norm(x, 4, w, b), (1, 1, 1, 1), mode="replicate"), k)
+
+    mode = FakeTensorMode()
+    for grad in (False, True):
+        with mode:
+            x = torch.empty(2, 8, 6, 6, dtype=torch.float16, device="cuda")
+            w, k = torch.empty(8, device="cuda", requires_grad=grad), torch.empty(8, 8, 1, 1, device="cuda")
+        graph = captured(function, mode, x, w, w, k)
+        assert backend.rewrite_graph(graph, always=True).sites[0].became
+        (padded,) = (node for node in graph.graph.nodes if "pad" in node.name)
+        assert padded.meta["example_value"].dtype is (torch.float32 if grad else torch.float16)
 
 
 @pytest.mark.parametrize("last", [False, True])

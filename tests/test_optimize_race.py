@@ -146,8 +146,13 @@ def test_who_asks_for_something_gets_it(options, device, clock):
     assert made(model) > 0
 
 
-def test_both_forms_run_in_turn(device, monkeypatch):
-    """The original has its classes and its layout, the other one those that were decided."""
+@pytest.mark.parametrize("last", [0, 1])
+def test_both_forms_run_in_turn(last, device, monkeypatch):
+    """The original has its classes and its layout, the other one those that were decided.
+
+    Where the last row was the optimized model's, the root lost the class that converts what the model is given, and
+    gives: one such network took 3.8 ms instead of 3.1, and its results were channels_last.
+    """
     seen = []
     model = models.randomized(models.MonaiResBlock(), device)
     x = models.input_for(model, device)
@@ -159,7 +164,7 @@ def test_both_forms_run_in_turn(device, monkeypatch):
             weight = model.conv1.weight
             dense = weight.is_contiguous(memory_format=torch.channels_last_3d)
             seen.append((at, made(model) > 0, layout.is_on(model), dense))
-        ready[0]()
+        ready[last]()
         return 1.0, 0.5
 
     monkeypatch.setattr(clocks, "clock_both", look)
@@ -171,6 +176,12 @@ def test_both_forms_run_in_turn(device, monkeypatch):
     assert made(model) > 0
     assert layout.is_on(model)
     assert model.conv1.weight.is_contiguous(memory_format=torch.channels_last_3d)
+    given = []
+    handle = model.conv1.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+    y = model(x)
+    handle.remove()
+    assert given[0].is_contiguous(memory_format=torch.channels_last_3d)
+    assert y.is_contiguous()
 
 
 @pytest.mark.parametrize(

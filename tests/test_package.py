@@ -70,20 +70,18 @@ def test_import_brings_in_no_heavy_module():
     assert run_python(code) == "[]"
 
 
-def test_optimize_brings_in_no_compiler():
-    """Importing Dynamo took a third of the seconds of the first call; once somebody imports it, it is told."""
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_optimize_brings_in_no_compiler(mode):
+    """A decorator of torch.compiler imported Dynamo with kgopt.rewrite: 5 to 12 seconds of the first ``optimize``."""
     code = (
         "import sys, torch, kgopt\n"
         "from torch import nn\n"
-        "with torch.no_grad():\n"
-        "    block = nn.Sequential(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Upsample(scale_factor=2))\n"
-        "    kgopt.optimize(block.eval(), torch.ones(1, 2, 4, 4))\n"
-        "print([m for m in ('torch._dynamo', 'torch._inductor', 'sympy') if m in sys.modules])\n"
-        "from kgopt.rewrite import modules\n"
-        "import torch._dynamo\n"
-        "print(modules._child_of_class._dynamo_marked_constant)"
+        "before = set(sys.modules)\n"
+        "model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Upsample(scale_factor=2))\n"
+        f"kgopt.optimize(model.{mode}(), torch.randn(1, 4, 6, 6))\n"
+        "print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules and m not in before])"
     )
-    assert run_python(code).split("\n") == ["[]", "True"]
+    assert run_python(code) == "[]"
 
 
 def test_flop_formulas_in_either_order_of_import():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from kgopt.rewrite import backend, clocks, policy, verdicts, whole_graphs
 from kgopt.rewrite.graphs import machine
@@ -41,6 +42,7 @@ class Seen:
 
     def compile(self, graph, inputs, mode, options, **more):
         self.calls = [node.target for node in graph.graph.nodes]
+        self.options = options
         return graph
 
 
@@ -87,6 +89,53 @@ def test_an_equal_graph_is_not_timed_again(seen, monkeypatch):
     with torch.no_grad():
         torch.compile(net(), backend="kgopt")(torch.randn(2, 3, 9, 7))
     assert len(seen.timed) == 2
+
+
+@pytest.mark.parametrize(("gained", "moves"), [((1.0, 0.5), True), ((1.0, 0.99), False)])
+@pytest.mark.parametrize(("first", "ours"), [((1.0, 2.0), True), ((2.0, 1.0), False)])
+def test_training_runs_in_the_faster_format(seen, monkeypatch, first, ours, gained, moves):
+    """Inductor kept a network with a grouped convolution contiguous: a quarter of a step was cuDNN's conversions."""
+    monkeypatch.setattr(whole_graphs, "leaves_format", lambda graph: True)
+    answers = iter([first, gained])
+    monkeypatch.setattr(clocks, "clock_both", lambda *_: next(answers))
+    compiled = []
+    monkeypatch.setattr(whole_graphs, "compile_graph", lambda graph, _, __, o: compiled.append((graph, o)) or graph)
+    x = torch.randn(2, 3, 8, 7)
+    torch.compile(net(), backend="kgopt")(x)
+    assert (NORM in seen.calls) == ours
+    assert seen.options == ({"force_layout_optimization": True} if moves else {})
+    assert [bool(options) for _, options in compiled] == [False, False, True]
+    assert (NORM in [node.target for node in compiled[-1][0].graph.nodes]) == ours
+    assert ("channels_last" in str(backend.last_report)) == moves
+    torch._dynamo.reset()
+    answers = iter([first])
+    with torch.no_grad():
+        torch.compile(net(), backend="kgopt")(x)
+    assert seen.options == {}
+
+
+@pytest.mark.parametrize(
+    ("weights", "leaves"),
+    [
+        ([(128, 128, 3, 3, 1)], False),
+        ([(128, 128, 3, 3, 1), (128, 64, 3, 3, 2)], True),  # grouped
+        ([(128, 128, 3, 3, 1), (128, 1, 3, 3, 128)], False),  # depthwise
+        ([(128, 128, 3, 3, 1), (64, 128, 3, 3, 1)], True),  # to half of the channels
+        ([(128, 128, 3, 3, 1), (64, 128, 1, 1, 1)], False),
+        ([(64, 64, 3, 3, 1)], True),  # few channels
+        ([], False),
+    ],
+)
+def test_networks_that_inductor_leaves_in_their_format(weights, leaves):
+    """By the rules of its ``decide_layout_opt`` for training."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for *sizes, groups in weights:
+            weight = graph.get_attr("weight")
+            weight.meta["example_value"] = torch.empty(*sizes, device="cuda")
+            x = graph.call_function(torch.conv2d, (x, weight, None, (1, 1), (1, 1), (1, 1), groups))
+    assert whole_graphs.leaves_format(graph) is leaves
 
 
 def test_work_alone_counts_where_launches_are_replayed(seen):

@@ -18,10 +18,11 @@ run      carry recompute arguments sites norms      what runs in place of a site
          formats wrapped glue sums modulated        in channels_last; what is left of it for the backward
          upsampling padding joins training layout
          channel_norms casts graphs maps            CUDA graphs of whole calls
+         norm_calls
 find     source sequential backend                  front ends: Python source, nn.Sequential, captured graphs
          functional_norms upsampled_graphs contest
          convolutions padded_graphs writes
-         whole_graphs replayed
+         whole_graphs replayed autocast_graphs
          inductor lowering                          what Inductor makes of the ops
 model    convolved timed between whole race api     what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================

@@ -211,7 +211,7 @@ def report_of(model: nn.Module) -> Report:
 
 
 def _measured_row(row: SiteRow, norm: nn.Module | None) -> SiteRow:
-    state = None if norm is None else known.get(norm, "site")
+    state = None if norm is None else known.get(norm, "site") or known.get(norm, "calls")
     if state is None or not state.results:
         return row
     # The largest chain that was measured, at the shape seen last, is what the row is about.
@@ -300,7 +300,8 @@ def _swap(
     _swap_channel_norms(modules, rows, refuse, measure)
     for path, module in reversed(modules):  # a module knows whether its children's forwards end in a norm
         if original_class(module) is None and not isinstance(module, (torch.fx.GraphModule, *NORMS)):
-            _rewrite_parent(module, rows, bool(excluded(path)))
+            calls = SiteState(measure=measure) if source.calls_norms(type(module)) and not refuse(path) else None
+            _rewrite_parent(path, module, rows, bool(excluded(path)), calls)
     for _, module in modules:
         if id(module) in rows and is_hooked(module) and not rows[id(module)].reason:
             rows[id(module)].reason = norms.hook_reason(module)
@@ -323,20 +324,29 @@ def _swap_channel_norms(
         rows[id(module)] = SiteRow(path, chain.label, "" if reason else chain.becomes, reason)
 
 
-def _rewrite_parent(parent: nn.Module, rows: dict[int, SiteRow], excluded: bool) -> None:
-    """Gives a module whose code fuses a class of its own, and fills in the rows of the norms in it."""
+def _rewrite_parent(
+    name: str, parent: nn.Module, rows: dict[int, SiteRow], excluded: bool, calls: SiteState | None
+) -> None:
+    """Gives a module whose code fuses a class of its own, and fills in the rows of the norms in it.
+
+    ``calls``: for norms that its code calls as functions, which have no row before.
+    """
     cls = type(parent)
     if isinstance(parent, nn.Sequential) and runs_like_sequential(parent):
         sequential.rewrite(parent, rows)
         return
     has_norms = any(id(m) in rows for m in parent.modules() if m is not parent)
     pads = not excluded and source.pads(parent, cls)
-    if not (has_norms or pads or source.converts(parent, cls) or source.upsamples(parent, cls)):
+    if not (has_norms or pads or calls or source.converts(parent, cls) or source.upsamples(parent, cls)):
         return
     recipe, found, refused = source.analyze(parent, cls)
     failed = classes.give(parent, cls, (("source", recipe),)) if recipe else ""
     if any(in_method.pads for in_method in found) and not failed:
         known.put(parent, pads=True)
+    if calls is not None and any(in_method.calls_norms for in_method in found):
+        rows[id(parent)] = SiteRow(name, "norm as a function", "" if failed else "group_norm", failed)
+        if not failed:
+            known.put(parent, calls=calls)
     for in_method in found:
         for path, chains in in_method.chains.items():
             row = rows.get(id(child_at(parent, path)))

@@ -29,6 +29,7 @@ from kgopt.rewrite import (
     upsampled_graphs,
     whole_graphs,
 )
+from kgopt.rewrite.autocast_graphs import half_precision, say_half
 from kgopt.rewrite.captured import uses_autocast, value
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.contest import Contest, convolves
@@ -119,14 +120,18 @@ def kgopt_backend(
         raise ValueError(f'option kgopt.cuda_graph is {replays!r}, expected True, False or "auto"')
     replays = replays if not mode and _may_be_replayed(graph.graph) else False
     rewrite = functools.partial(rewrite_graph, always=always, recompute=recompute)
-    reason = "" if always else whole_graphs.lost(graph, rewrite, mode_options(mode) | config, bool(replays), recompute)
-    if reason:
+    chosen = whole_graphs.Chosen()
+    if not always:
+        chosen = whole_graphs.choose(graph, rewrite, mode_options(mode) | config, bool(replays), recompute)
+    if chosen.lost:
         global last_report
-        last_report = Report(clock=reason, slower=True)
+        last_report = Report(clock=chosen.lost, slower=True)
         _LOG.info("%s", last_report)
     else:
         rewrite(graph)
-    compiled = compile_graph(graph, example_inputs, mode, config, **kwargs)
+    if chosen.options:
+        last_report.layout = "channels_last, which Inductor would not have chosen"
+    compiled = compile_graph(graph, example_inputs, mode, {**config, **chosen.options}, **kwargs)
     return Replayed(compiled, replays is True) if replays else compiled
 
 
@@ -507,7 +512,7 @@ class _Writer:
         autocast = torch.is_autocast_enabled(x.device.type) or self.switches_autocast
         with self.graph.inserting_before(self.last):
             norm.multiplier, norm.addend = self._one_a_channel(self.found.factor), self._one_a_channel(self.found.shift)
-            half = self._half_precision() if autocast else None
+            half = half_precision(self.found, self.last, self.switches_autocast, _CONVS) if autocast else None
             call_norm = None if half is None else functools.partial(self._call, emit.without_autocast)
             given = (self.x, x.dim(), conv, norm)
             y = emit_kgopt(chain, self._call, *given, not autocast, call_norm, self._added())
@@ -517,34 +522,14 @@ class _Writer:
                 y = self.graph.call_method("contiguous", (y,))
         y.meta["example_value"] = before if half is None else before.to(half)
         self.last.replace_all_uses_with(y)
+        if half is not None:
+            say_half(y, half)
         for found in reversed(self.found.nodes):
             if not found.origin.users:
                 self.graph.erase_node(found.origin)
         for node in reversed(self.others):
             if not node.users:
                 self.graph.erase_node(node)
-
-    def _half_precision(self) -> torch.dtype | None:
-        """What a norm gives under autocast on CUDA; None: float32, the rule of kgopt's ops.
-
-        PyTorch's instance norm has no rule. Its GroupNorm gives float32, which a convolution would convert.
-        """
-        norm, chain = self.found.norm, self.found.chain
-        if isinstance(norm, ChannelNorm) or chain.has_prelu:
-            return None
-        x, normed, result = (value(n) for n in (norm.origin.args[0], norm.origin, self.last))
-        if not all(isinstance(t, Tensor) and t.is_cuda for t in (x, normed, result)):
-            return None
-        if x.dtype not in (torch.float16, torch.bfloat16):
-            return None
-        if normed.dtype is x.dtype:
-            return x.dtype if result.dtype is x.dtype else None
-        if self.switches_autocast or torch.get_autocast_dtype("cuda") is not x.dtype:
-            return None
-        if chain.added or chain.reduce or chain.is_modulated:  # what they compute in float32 would be rounded before
-            return None
-        readers = list(self.last.users)
-        return x.dtype if readers and all(reader.target in _CONVS for reader in readers) else None
 
     def _added(self) -> Any:
         """What a sum adds."""

@@ -17,6 +17,7 @@ class Known:
     """Which of these a module has depends on what became of it."""
 
     site: Any = None  # policy.SiteState: of a norm
+    calls: Any = None  # policy.SiteState: of a module whose code calls norms as functions
     channel: Any = None  # channels.Meanings: of a norm over channels
     steps: Any = None  # sequential.Steps: of a Sequential
     joins: bool = False  # of a module whose code was rewritten for what stands behind its convolutions

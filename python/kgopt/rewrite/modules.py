@@ -6,16 +6,18 @@ import dis
 import functools
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from kgopt._after_import import after_import
 from kgopt.rewrite import known, originals
 from kgopt.rewrite.disguise import is_made, original_class
 from kgopt.rewrite.meanings import conv_of, is_identity, read_of
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
-from kgopt.torch_private import constant_when_compiled
+from kgopt.torch_private import DYNAMO
 
 Path = tuple[str, ...]  # names of children
 _MORE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
@@ -128,6 +130,12 @@ _LOADS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
 _SILENT = ("RESUME", "CACHE", "PRECALL", "PUSH_NULL", "NOP", "NOT_TAKEN")
 
 
+def _constant_in_graphs(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Dynamo takes what the function gives as constant. It is told when it is there: importing it takes seconds."""
+    after_import(DYNAMO, lambda: torch.compiler.assume_constant_result(function))
+    return function
+
+
 @functools.lru_cache(maxsize=1024)
 def _passed_to(code: types.CodeType) -> str:
     """The child of ``return self.child(x)``, where that is all of a forward; "" for any other."""
@@ -141,7 +149,7 @@ def _passed_to(code: types.CodeType) -> str:
     return str(child.argval) if all(given) and looks_up and calls and back.opname == "RETURN_VALUE" else ""
 
 
-@constant_when_compiled
+@_constant_in_graphs
 def _child_of_class(cls: Any) -> str:
     forward = cls.forward
     return _passed_to(forward.__code__) if isinstance(forward, types.FunctionType) else ""
@@ -218,7 +226,7 @@ def is_zero_padding(module: Any) -> bool:
     return isinstance(module, PADDINGS) and type(module) in PADDINGS and module.value == 0
 
 
-@constant_when_compiled
+@_constant_in_graphs
 def _upsamples_as_is(cls: Any) -> bool:
     own = cls.__dict__
     if cls.__bases__ != (nn.Upsample,) or own.keys() & {"__call__", "_call_impl", "__getattr__", "__getattribute__"}:

@@ -177,6 +177,7 @@ class _Forms:
             become(module, original)
 
     def made(self) -> None:
+        layout.set_layout(self.root, False)  # made twice, the root would lose the class that converts
         for module, cls, _ in self.classes:
             become(module, cls)
         if self.layout is not None:

@@ -133,8 +133,12 @@ class Site:
                 return False
         elif not (self.is_untouched() if leaf is self.leaf else self._is_other_untouched(norm, x)):
             return False
-        if is_hooked(norm):
+        if is_hooked(norm) or not self.holds_beside(operands):
             return False
+        return self.chain.norm != "instance" or not has_own_methods(norm, leaf._kgopt_original)
+
+    def holds_beside(self, operands: Any) -> bool:
+        """Whether what the code calls beside the norm is still what was seen."""
         for i, role in self.others:
             operand = operands[i]
             if not isinstance(role, str):
@@ -155,7 +159,7 @@ class Site:
                 or (i < self.in_front and getattr(operand, "inplace", False))
             ):
                 return False
-        return self.chain.norm != "instance" or not has_own_methods(norm, leaf._kgopt_original)
+        return True
 
     def begin(self, norm: Any, x: Any) -> NormArgs | bool:
         """:meth:`ready` of a norm alone whose value may wait for a sum: its arguments, in code that compiles True.
@@ -228,7 +232,7 @@ class Site:
         if call is not None:
             (_, n), cast = call[1], call[2]
             if self.short:
-                return self._run_now(x, norm, n, cast, half)
+                return self.run_now(x, norm, n, cast, half)
             if self.short_prelu:
                 op = _direct_group_norm_prelu if half else _prelu_op(x, cast)
                 y = op(x, n.slope, n.num_groups, n.weight, n.bias, n.eps)
@@ -245,8 +249,9 @@ class Site:
             # convolutions want it in the kernel that computes it; otherwise one of them would convert it.
             x = as_channels_last(x)
         if self.short:
-            y = self._run_short(x, norm, half)
-            return y if keeps_format(norm) else as_torch(self.chain, x, y)
+            parameters = norm._parameters
+            groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
+            return self.run_watched(x, norm, NormArgs(groups, parameters["weight"], parameters["bias"], norm.eps), half)
         watched = call is None
         both = self._args(x, operands[0] if self.chain.conv else None, norm, operands) if call is None else call[1]
         assert both is not None
@@ -281,8 +286,11 @@ class Site:
         _handed.call = None
         return call if call[0] is norm else None
 
-    def _run_now(self, x: Tensor, norm: Any, n: NormArgs, cast: torch.dtype | None, half: bool) -> Tensor:
-        """A norm and its activation, where nothing looks on: eager calls come here for every site."""
+    def run_now(self, x: Tensor, norm: Any, n: NormArgs, cast: torch.dtype | None, half: bool = False) -> Tensor:
+        """A norm and its activation, where nothing looks on: eager calls come here for every site.
+
+        ``norm``: the module, or the one whose code calls the norm as a function.
+        """
         groups, weight, bias, eps, act = n.num_groups, n.weight, n.bias, n.eps, self.chain.post
         if cast is not None and not (half or self.keeps_dtype):  # an instance norm's kernels know nothing of autocast
             op = _group_norm_from_python
@@ -305,16 +313,16 @@ class Site:
             forward.offer(z, y, _norm_again(groups, eps, act), (of_x or x, weight, bias))
         return z
 
-    def _run_short(self, x: Tensor, norm: Any, half: bool) -> Tensor:
-        """A norm and its activation, where something looks on."""
-        parameters = norm._parameters
-        groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else norm.num_features
-        rest = (groups, parameters["weight"], parameters["bias"], norm.eps, self.chain.post)
+    def run_watched(self, x: Tensor, norm: Any, n: NormArgs, half: bool) -> Tensor:
+        """:meth:`run_now` where something looks on."""
+        rest = (n.num_groups, n.weight, n.bias, n.eps, self.chain.post)
         if half:
-            return without_autocast(_group_norm, x, *rest)  # type: ignore[no-any-return]
-        if (moments := self.carried(x)) is not None:
-            return _group_norm_moments(x, moments, *rest)  # type: ignore[no-any-return]
-        return _group_norm(x, *rest)  # type: ignore[no-any-return]
+            y = without_autocast(_group_norm, x, *rest)
+        elif (moments := self.carried(x)) is not None:
+            y = _group_norm_moments(x, moments, *rest)
+        else:
+            y = _group_norm(x, *rest)
+        return y if keeps_format(norm) else as_torch(self.chain, x, y)
 
     def run_added(
         self, norm: Any, x: Tensor, other: Any, act: str, prelu: Any = None, begun: NormArgs | bool = True

@@ -34,7 +34,7 @@ def trial(root: nn.Module, grad: bool) -> Iterator[None]:
 
 def site_states(root: nn.Module) -> list[policy.SiteState]:
     """Of the sites of a model."""
-    states = (known.get(m, "site") for m in root.modules())
+    states = (known.get(m, name) for m in root.modules() for name in ("site", "calls"))
     return [state for state in states if state is not None]
 
 

@@ -5,6 +5,9 @@ with a norm that it computes itself: write the normalized values straight into w
 them; and each call of an op costs the host more than the launch of a kernel. So the graph is compiled as it came,
 too, and where it is faster it stays so. That takes about the time of a second compilation, once: the
 verdict lies beside Inductor's cache, and the compiled code of the winner in it.
+
+In training Inductor leaves some networks in the format that they came in, by rules that it made for other networks:
+half of the time goes into cuDNN's conversions then. There the winner is compiled once more, in channels_last.
 """
 
 from __future__ import annotations
@@ -13,31 +16,40 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from kgopt.rewrite import clocks, measuring, verdicts
-from kgopt.rewrite.captured import may_measure, stand_in, text_of, value
+from kgopt.rewrite.captured import may_measure, name_of, stand_in, text_of, value
 from kgopt.rewrite.reporting import Report
 from kgopt.torch_private import compile_graph, compiler_settings, outside_of_tracing
 
 SECONDS = 60.0  # of one compilation, after which the other is not begun
 SLACK = 1.03  # kgopt's may take so much longer: clocks differ by that, and in training it keeps less
 _GRAPHS = "triton.cudagraphs"  # Inductor's setting
+_CHANNELS_LAST = {"force_layout_optimization": True}  # and this one has all convolutions of images run so
+LAYOUT_GAIN = 0.97  # of the time in the format that Inductor chooses, above which that stays
 # Whose functions are called twice without harm. Those of others may do what nobody knows of.
 _KNOWN = ("aten", "prims", "kgopt", "torch", "_operator", "operator", "math", "builtins")
 
 
-def lost(
+class Chosen(NamedTuple):
+    """How a graph is compiled."""
+
+    lost: str = ""  # why it stays as it came; "": with kgopt's ops it is no slower, or nothing is known
+    options: Mapping[str, Any] = {}  # Inductor's, beside those that were given
+
+
+def choose(
     graph_module: fx.GraphModule,
     rewrite: Callable[[fx.GraphModule], Report],
     options: Mapping[str, Any],
     replays: bool,
     *more: Any,
-) -> str:
-    """Why the graph stays as it came; "": with kgopt's ops it is no slower, or nothing is known.
+) -> Chosen:
+    """The fastest way to compile a graph.
 
     Args:
         graph_module: as it came; it is left alone.
@@ -49,13 +61,15 @@ def lost(
     graph = graph_module.graph
     kinds = kinds_of(graph)
     if not kinds or not may_measure(kinds[0].device):
-        return ""
+        return Chosen()
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in kinds)
     kinds = kinds if grad else [t.detach() for t in kinds]
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.nodes if node.op == "output")
     text = text_of(inputs, [n for n in graph.nodes if n.op.startswith("call")], output.all_input_nodes)
-    key = verdicts.key_of("graph", kinds[0].device, text, kinds, grad, replays, sorted(map(str, options.items())), more)
+    key = verdicts.key_of(
+        "graph and format", kinds[0].device, text, kinds, grad, replays, sorted(map(str, options.items())), more
+    )
 
     def measure() -> list[float] | None:
         made = fx.GraphModule(graph_module, copy.deepcopy(graph))
@@ -67,10 +81,13 @@ def lost(
         return None
 
     found, _ = verdicts.of_graphs().settle(key, measure)
-    if found is None or found[1] <= SLACK * found[0]:
-        return ""
-    before, after = (1e6 * seconds for seconds in found)
-    return f"{before:.0f} us as it came, {after:.0f} us with kgopt"
+    if found is None:
+        return Chosen()
+    before, after, *formats = found
+    more_options = _CHANNELS_LAST if formats and formats[1] < LAYOUT_GAIN * formats[0] else {}
+    if after <= SLACK * before:
+        return Chosen(options=more_options)
+    return Chosen(f"{1e6 * before:.0f} us as it came, {1e6 * after:.0f} us with kgopt", more_options)
 
 
 def kinds_of(graph: fx.Graph) -> list[Tensor]:
@@ -124,15 +141,38 @@ def _measure(
                     steps[-1]()
                     if time.monotonic() - start > SECONDS:
                         return None
-                if has_graphs or replays:
-                    after, before = clocks.busy_both(steps[0], steps[1], device)
-                else:
-                    with clocks.alone():
-                        after, before = clocks.clock_both(steps[0], steps[1], device)
-                return [before, after]
+                time_both = clocks.busy_both if has_graphs or replays else _clock_alone
+                after, before = time_both(steps[0], steps[1], device)
+                if not grad or not leaves_format(came.graph):
+                    return [before, after]
+                at = int(after > SLACK * before)
+                steps.append(_step((made, came)[at], kinds, grad, {**config, **_CHANNELS_LAST}))
+                steps[-1]()
+                return [before, after, *time_both(steps[at], steps[-1], device)]
         finally:
             if state is not None:
                 torch.cuda.set_rng_state(state, device)
+
+
+def _clock_alone(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    with clocks.alone():
+        return clocks.clock_both(first, second, device)
+
+
+def leaves_format(graph: fx.Graph) -> bool:
+    """Whether Inductor, by its rules for training, runs convolutions of images in the format that they came in."""
+    weights = []
+    for node in graph.nodes:
+        if name_of(node) not in ("conv2d", "conv_transpose2d") or len(node.args) < 2:
+            continue
+        weight = value(node.args[1])
+        if not isinstance(weight, Tensor) or weight.dim() != 4 or not weight.is_cuda:
+            continue
+        groups = node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)
+        weights.append((*weight.shape[:3], groups))
+    grouped = any(groups > 1 and columns > 1 for _, columns, _, groups in weights)
+    narrows = any(2 * rows <= columns and height > 1 for rows, columns, height, _ in weights)
+    return grouped or narrows or (bool(weights) and all(max(rows, columns) <= 64 for rows, columns, *_ in weights))
 
 
 def _step(module: fx.GraphModule, kinds: list[Tensor], grad: bool, options: Mapping[str, Any]) -> Callable[[], Any]:

@@ -12,12 +12,12 @@ stand for it, the name ``torch.nn.Module`` does.
 
 from kgopt.torch_private.compilers import (
     BACKENDS,
+    DYNAMO,
     INDUCTOR_LOG,
     INDUCTOR_PATTERNS,
     compile_eagerly,
     compile_graph,
     compiler_settings,
-    constant_when_compiled,
     inductor_cache_dir,
     inductor_lowering,
     inductor_patterns,

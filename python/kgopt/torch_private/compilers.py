@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from kgopt._after_import import after_import
 from kgopt.torch_private.lookup import when_needed
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-DYNAMO = "torch._dynamo"
 _inductor = when_needed(
     ("torch._inductor.compile_fx.compile_fx", "torch._inductor.list_mode_options"),
     "torch.compile of the rewritten graph",
@@ -49,12 +46,6 @@ def is_of_module(t: Any) -> bool:
 
 
 _aot_eager = when_needed(("torch._dynamo.backends.debugging.aot_eager",), "the graph runs as it is")
-
-
-def constant_when_compiled(function: _F) -> _F:
-    """Has Dynamo take a function's result as a constant, once it is there: importing it takes seconds."""
-    after_import(DYNAMO, lambda: torch.compiler.assume_constant_result(function))  # type: ignore[no-untyped-call,unused-ignore]
-    return function
 
 
 def compile_eagerly(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -114,6 +105,7 @@ def inductor_cache_dir() -> str | None:
     return None if found is None else str(found[0]())
 
 
+DYNAMO = "torch._dynamo"
 BACKENDS = f"{DYNAMO}.backends.registry"
 _backends = when_needed(
     (f"{BACKENDS}._BACKENDS", f"{BACKENDS}.register_backend"),

@@ -29,6 +29,7 @@ heads        norms whose value a convolution reads
 upsampled    nearest upsampling whose value a convolution reads
 padded       padding, and frames in front, that a convolution reads
 formats      ``x.contiguous()`` that may keep channels_last
+norm_calls   norms that are called as functions
 inherited    methods that are called through super()
 derived      subclasses of PyTorch's norms
 small        users' modules that are an activation, or nothing
@@ -60,6 +61,8 @@ from kgopt.rewrite.source.heads import Heads
 from kgopt.rewrite.source.inherited import inherit, inherited_calls
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.modulated import Modulations
+from kgopt.rewrite.source.norm_calls import calls_norms as calls_norms
+from kgopt.rewrite.source.norm_calls import calls_norms_in, replace_norm_calls
 from kgopt.rewrite.source.padded import Paddings, pads_in
 from kgopt.rewrite.source.padded import pads as pads
 from kgopt.rewrite.source.sink import sink
@@ -106,6 +109,7 @@ def _rewrite(method: Method, gives: bool = False) -> Found:
     for path, chain in (*modulations.chains(), *sums.chains()):
         found.chains.setdefault(path, []).append(chain)
     keep_formats(method)
+    found.calls_norms = replace_norm_calls(method)
     return found
 
 
@@ -145,7 +149,8 @@ def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...]
     for name, function in own_methods(cls):
         names = set(inspect.unwrap(function).__code__.co_names)
         mentioned = children & names
-        if not mentioned and not pads_in(function) and not (children and names & {"getattr", "super"}):
+        by_name = pads_in(function) or calls_norms_in(function)
+        if not mentioned and not by_name and not (children and names & {"getattr", "super"}):
             continue
         if name in module.__dict__:
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} was replaced on the instance"))

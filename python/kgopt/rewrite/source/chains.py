@@ -19,13 +19,14 @@ from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
 
 @dataclass
 class Found:
-    """What one method holds: chains by the path of their norm (``self.a.b[0]``: a, b, 0), and reasons for none; and
-    whether padding or joins wait for a convolution.
+    """What one method holds: chains by the path of their norm (``self.a.b[0]``: a, b, 0), and reasons for none;
+    whether padding or joins wait for a convolution; and whether it calls norms as functions.
     """
 
     chains: dict[Path, list[Chain]] = field(default_factory=dict)
     reasons: dict[Path, str] = field(default_factory=dict)
     pads: bool = False
+    calls_norms: bool = False
 
 
 @dataclass(eq=False)

@@ -15,6 +15,7 @@ from kgopt.rewrite.formats import Keep
 from kgopt.rewrite.glue.heads import FollowedSite, Normalizations
 from kgopt.rewrite.meanings import describe_function
 from kgopt.rewrite.modulated import Modulation
+from kgopt.rewrite.norm_calls import NormCall
 from kgopt.rewrite.padding import Pads
 from kgopt.rewrite.patterns import Node
 from kgopt.rewrite.roles import Path, Role
@@ -40,7 +41,7 @@ class Inherited:
 
 
 Replacement = (
-    Inherited | FollowedSite | Normalizations | Sum | Activated | Modulation | Keep | Wait | Pads
+    Inherited | FollowedSite | Normalizations | Sum | Activated | Modulation | Keep | Wait | Pads | NormCall
 )  # what a rewritten method calls
 _LOOKS_AT_LOCALS = {"locals", "vars", "dir", "eval", "exec", "globals", "breakpoint"}
 
