@@ -232,9 +232,13 @@ Status run_group_norm_cluster_team_bwd(const GroupNormClusterBwdParams& p, const
   constexpr const char* kName = "group_norm_cluster_team_bwd_kernel";
   return dispatch_norm<false>(kName, p, [&](auto traits) {
     using Traits = decltype(traits);
-    const bool few = p.shares.passes == kTeamPasses;
-    return few ? launch_team(kName, group_norm_cluster_team_bwd_kernel<Traits, kTeamPasses>, p, plan, stream)
-               : launch_team(kName, group_norm_cluster_team_bwd_kernel<Traits, kTeamMostPasses>, p, plan, stream);
+    // Chains that are walked have the one instance: their code is three times the others', and registers are the same.
+    if constexpr (Traits::kAct != Chain::kAny) {
+      if (p.shares.passes == kTeamPasses) {
+        return launch_team(kName, group_norm_cluster_team_bwd_kernel<Traits, kTeamPasses>, p, plan, stream);
+      }
+    }
+    return launch_team(kName, group_norm_cluster_team_bwd_kernel<Traits, kTeamMostPasses>, p, plan, stream);
   });
 }
 
