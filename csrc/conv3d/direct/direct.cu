@@ -72,9 +72,8 @@ Status run_conv_direct(const ConvDirectParams& p, cudaStream_t stream) {
   const int64_t wanted = (total + 255) / 256;
   const unsigned blocks = static_cast<unsigned>(wanted < (1 << 20) ? wanted : (1 << 20));
   Status status;
-  KGOPT_DISPATCH_DTYPE(p.dtype, T, {
-    status = launch_kernel<&conv_direct_kernel<T>>("conv_direct_kernel", p, blocks, 256, 0, stream);
-  });
+  KGOPT_DISPATCH_DTYPE(
+      p.dtype, T, { status = launch_kernel<&conv_direct_kernel<T>>("conv_direct_kernel", p, blocks, 256, 0, stream); });
   return status;
 }
 
