@@ -8,8 +8,12 @@ namespace {
 
 // With kScaled it reads fp16 values that are too large by a power of two a channel. Without kScaled, a chain that is
 // walked has the instance with a residual alone: where there is none, y is read in its place, which hits the L1.
+struct MayHaveResidual {
+  bool has_residual;
+};
+struct Decided {};
 template <typename T, bool kResidual, Chain kAct, bool kScaled>
-struct AddBias {
+struct AddBias : std::conditional_t<kResidual && kAct == Chain::kAny && !kScaled, MayHaveResidual, Decided> {
   using Element = T;
   using Input = std::conditional_t<kScaled, __half, T>;
   static constexpr int kInputs = kResidual ? 2 : 1;
@@ -23,7 +27,6 @@ struct AddBias {
   uint32_t channels;
   acc_t<T> scale;
   ActChain act;
-  bool has_residual;
   // Rows are (sample, channel) pairs; there are fewer than 2^32 of them, which the launcher checks.
   __device__ Coef load(int64_t row) const {
     const uint32_t channel = static_cast<uint32_t>(row) % channels;
@@ -34,11 +37,13 @@ struct AddBias {
   template <int kSize, typename CoefOf>
   __device__ __forceinline__ void apply(CoefOf coef, const acc_t<T> (&y)[kSize], const acc_t<T> (&residual)[kSize],
                                         acc_t<T> (&out)[kSize]) const {
+    bool adds = kResidual;
+    if constexpr (std::is_base_of_v<MayHaveResidual, AddBias>) adds = this->has_residual;
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       acc_t<T> value = y[j];
       if constexpr (kScaled) value = value * coef(j).factors.x * coef(j).factors.y;
-      out[j] = (value + coef(j).bias + (kResidual && (!kWalks || has_residual) ? residual[j] : acc_t<T>(0))) * scale;
+      out[j] = (value + coef(j).bias + (adds ? residual[j] : acc_t<T>(0))) * scale;
     }
     if constexpr (kAct == Chain::kRelu) {
       apply_chain<kAct, kIsCoarse<T>>(floored(act), out);
@@ -66,7 +71,7 @@ Status launch(const BiasResidualParams& p, cudaStream_t stream) {
   a.f.channels = static_cast<uint32_t>(p.c);
   a.f.scale = static_cast<acc_t<T>>(p.scale);
   a.f.act = p.act;
-  a.f.has_residual = p.residual != nullptr;
+  if constexpr (std::is_base_of_v<MayHaveResidual, F>) a.f.has_residual = p.residual != nullptr;
   if constexpr (chain_for<T>(kAct) != Chain::kAny) {
     if (elementwise_size(a, p.channels_last) == 1) return launch_act<T, Chain::kAny, kScaled>(p, stream);
   }

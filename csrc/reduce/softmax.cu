@@ -115,7 +115,7 @@ Status launch_softmax(const SoftmaxParams& p, cudaStream_t stream) {
 
 template <typename In, typename Out>
 Status softmax_to(const SoftmaxParams& p, cudaStream_t stream) {
-  constexpr int kVec = kVecSize<In>;
+  constexpr int kVec = sizeof(In) == 8 ? 1 : kVecSize<In>;  // float64 is for reference: no vectors of it
   return p.columns % kVec == 0 ? launch_softmax<In, Out, kVec>(p, stream) : launch_softmax<In, Out, 1>(p, stream);
 }
 
