@@ -87,6 +87,35 @@ def test_more_than_2_31_elements():
     torch.testing.assert_close(out, torch.zeros_like(out), rtol=0, atol=1e-3)
 
 
+def test_more_than_2_32_threads():
+    """Kernels that number their threads in 32 bits take samples of a large tensor in several launches."""
+    free, _ = torch.cuda.mem_get_info()
+    if free < 64 * 2**30:
+        pytest.skip("needs 64 GB of GPU memory")
+    torch.cuda.empty_cache()
+    # A thread for each of 4.8e9 elements; only the last sample differs.
+    x = torch.zeros(3, 1, 2**15, 3 * 2**14, device="cuda", dtype=torch.bfloat16)
+    x[2].normal_()
+    y = OPS.max_pool(x, [2, 1], [1, 1], [0, 0])
+    assert not y[:2].any()
+    assert torch.equal(y[2, 0, -64:], torch.maximum(x[2, 0, -65:-1], x[2, 0, -64:]))
+    del y
+    y = OPS.upsample_nearest(x[:, :, : 2**14].contiguous(), [2, 1])
+    assert not y[:2].any()
+    assert torch.equal(y[2, 0, ::2], x[2, 0, : 2**14])
+    assert torch.equal(y[2, 0, 1::2], x[2, 0, : 2**14])
+    assert torch.equal(OPS.upsample_nearest_backward(y, [1, 1]), y)
+    del y
+    y = OPS.upsample_linear(x)
+    assert not y[:2].any()
+    exact = F.interpolate(x[2:, :, :64].float(), scale_factor=2, mode="bilinear")
+    torch.testing.assert_close(y[2:, :, :126].float(), exact[:, :, :126], rtol=1e-2, atol=1e-2)
+    del x
+    dx = OPS.upsample_linear_backward(y)
+    assert not dx[:2].any()
+    assert dx[2, 0, -1].any()
+
+
 def test_explain_group_norm_says_how():
     def explain(shape, groups, dtype=torch.float32, **options):
         return OPS.explain_group_norm(torch.zeros((), dtype=dtype, device="cuda").expand(shape), groups, **options)

@@ -31,11 +31,12 @@ def divides(by, largest):
 def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
     """Whatever the sizes, every element has one thread, and every quotient is exact."""
     rng = random.Random(f"{backward} {channels_last} {dtype} {max_blocks}")
-    taken = singles = 0
+    taken = singles = vectors = 0
     for _ in range(400):
         g, per_group = rng.choice([1, 2, rng.randint(1, 64)]), rng.choice([1, 2, 4, rng.randint(1, 700)])
         n, s = rng.choice([1, rng.randint(1, 40)]), rng.choice([1, 4 * rng.randint(1, 300), rng.randint(1, 5000)])
-        p = dev.plan_group_norm_small(n, g * per_group, s, g, dtype, backward, channels_last, True, max_blocks)
+        plain = rng.random() < 0.5
+        p = dev.plan_group_norm_small(n, g * per_group, s, g, dtype, backward, channels_last, True, max_blocks, plain)
         elements, size = per_group * s, 4 if dtype == "float32" else 2
         bytes_of_x = n * g * elements * size
         copied = not backward and not channels_last and max_blocks > 0
@@ -48,7 +49,11 @@ def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
         }
         if check_refusal(p.get("refusal"), reasons):
             continue
+        if p["plane"]:
+            continue  # test_plan_group_norm_planes
         taken += 1
+        vectors += p["run"] > 1
+        assert plain or p["run"] == 1  # chains that are walked have no instance with vectors
         lanes = p["by_lanes"]["d"]
         assert p["elements"] == elements
         positions = [elements // 2, elements - 1]
@@ -94,6 +99,7 @@ def test_plan_group_norm_small(backward, channels_last, dtype, max_blocks):
         assert divides(p["by_row_terms"], p["terms"] - 1)
         assert divides(p["by_sum_lanes"], p["threads"] - 1)
     assert taken > 50
+    assert vectors > 10
     assert (singles > 10) == backward
 
 

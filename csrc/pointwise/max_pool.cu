@@ -1,5 +1,6 @@
 // The largest value of each window, without the indices that a backward would need.
 #include "common/traverse.cuh"
+#include "pointwise/launch_samples.h"
 #include "pointwise/pointwise.h"
 
 namespace kgopt {
@@ -9,9 +10,10 @@ constexpr int kThreads = 256;
 
 // A thread takes kSize channels of one output. kTwo: windows of 2 in every dim with stride 2 and no padding, whose
 // loads can all be in flight at once.
-template <typename T, int kSize, bool kTwo, bool kDepth, typename Index>
+template <typename T, int kSize, bool kTwo, bool kDepth>
 __global__ void __launch_bounds__(kThreads) max_pool_kernel(const __grid_constant__ MaxPoolParams p) {
   using Acc = acc_t<T>;
+  using Index = uint32_t;
   const Index lanes = static_cast<Index>(p.c / kSize);
   Index at = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t channel = static_cast<int64_t>(at % lanes) * kSize;
@@ -80,19 +82,14 @@ __global__ void __launch_bounds__(kThreads) max_pool_kernel(const __grid_constan
 
 template <typename T, int kSize, bool kTwo, bool kDepth>
 Status launch(const MaxPoolParams& p, cudaStream_t stream) {
-  const char* const name = "max_pool_kernel";
-  const int64_t threads = p.n * p.out[0] * p.out[1] * p.out[2] * (p.c / kSize);
-  const int64_t blocks = (threads + kThreads - 1) / kThreads;
-  if (blocks > 0x7fffffff) return Status::Unsupported(name, "the output has too many elements for one launch");
-  const auto grid = static_cast<unsigned>(blocks);
-  if (blocks * kThreads < (int64_t(1) << 31)) {
-    max_pool_kernel<T, kSize, kTwo, kDepth, uint32_t><<<grid, kThreads, 0, stream>>>(p);
-  } else {
-    max_pool_kernel<T, kSize, kTwo, kDepth, int64_t><<<grid, kThreads, 0, stream>>>(p);
-  }
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
-  return Status::Ok();
+  const int64_t in = p.in[0] * p.in[1] * p.in[2] * p.c, out = p.out[0] * p.out[1] * p.out[2] * p.c;
+  return launch_samples("max_pool_kernel", p.n, out / kSize, kThreads, [&](int64_t first, int64_t n, unsigned grid) {
+    MaxPoolParams some = p;
+    some.x = static_cast<const T*>(p.x) + first * in;
+    some.y = static_cast<T*>(p.y) + first * out;
+    some.n = n;
+    max_pool_kernel<T, kSize, kTwo, kDepth><<<grid, kThreads, 0, stream>>>(some);
+  });
 }
 
 template <typename T, int kSize>

@@ -2,6 +2,7 @@
 #include <type_traits>
 
 #include "common/dtype.cuh"
+#include "common/launch.h"
 #include "pointwise/pointwise.h"
 
 namespace kgopt {
@@ -68,10 +69,7 @@ Status launch(const PadReplicateParams& p, int64_t words, cudaStream_t stream) {
   a.parts = (a.out[2] * a.c + kPart - 1) / kPart;
   const int64_t blocks = (a.rows * a.parts + kWarps - 1) / kWarps;
   if (blocks > 0x7fffffff) return Status::Unsupported(name, "the result has too many elements for one launch");
-  pad_replicate_kernel<Word><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(a);
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
-  return Status::Ok();
+  return launch_kernel<&pad_replicate_kernel<Word>>(name, a, static_cast<unsigned>(blocks), kThreads, 0, stream);
 }
 
 }  // namespace

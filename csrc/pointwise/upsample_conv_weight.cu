@@ -1,5 +1,6 @@
 // The weight of the transposed convolution that does what nearest upsampling and a convolution behind it do.
 #include "common/dtype.cuh"
+#include "common/launch.h"
 #include "pointwise/pointwise.h"
 
 namespace kgopt {
@@ -145,10 +146,8 @@ Status launch(const UpsampleConvWeightParams& p, cudaStream_t stream) {
   if (blocks > 0x7fffffff) return Status::Unsupported(name, "the weight has too many channels for one launch");
   a.tiles_out = static_cast<int>(tiles_out);
   a.tiles_in = static_cast<int>(tiles_in);
-  upsample_conv_weight_kernel<T><<<static_cast<unsigned>(blocks), kThreads, static_cast<size_t>(smem), stream>>>(a);
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
-  return Status::Ok();
+  return launch_kernel<&upsample_conv_weight_kernel<T>>(name, a, static_cast<unsigned>(blocks), kThreads,
+                                                        static_cast<int>(smem), stream);
 }
 
 }  // namespace

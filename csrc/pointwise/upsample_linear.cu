@@ -1,5 +1,6 @@
 // Linear interpolation to twice the size, of two or three dims, with what is added to it.
 #include "common/traverse.cuh"
+#include "pointwise/launch_samples.h"
 #include "pointwise/pointwise.h"
 
 namespace kgopt {
@@ -54,9 +55,10 @@ __device__ __forceinline__ void interpolate(const Cell<Acc>& cell, Acc (&low)[kS
 
 // A thread makes all outputs between two neighbouring inputs of every dim, for kSize channels: as many loads of x as
 // stores of y, most of which hit the L1.
-template <typename T, int kSize, bool kDepth, bool kAdd, typename Index>
+template <typename T, int kSize, bool kDepth, bool kAdd>
 __global__ void __launch_bounds__(kThreads) upsample_linear_kernel(const __grid_constant__ UpsampleArgs<T> a) {
   using Acc = acc_t<T>;
+  using Index = uint32_t;
   constexpr int kDeep = kDepth ? 2 : 1;
   const Index lanes = static_cast<Index>(a.c / kSize);
   const Index cells_w = static_cast<Index>(a.w + 1), cells_h = static_cast<Index>(a.h + 1);
@@ -136,21 +138,14 @@ __global__ void __launch_bounds__(kThreads) upsample_linear_kernel(const __grid_
 
 template <typename T, int kSize, bool kDepth, bool kAdd>
 Status launch(const UpsampleLinearParams& p, cudaStream_t stream) {
-  const char* const name = "upsample_linear_kernel";
-  const UpsampleArgs<T> a{
-      static_cast<const T*>(p.x), static_cast<const T*>(p.residual), static_cast<T*>(p.y), p.n, p.c, p.d, p.h, p.w};
-  const int64_t threads = p.n * (kDepth ? p.d + 1 : p.d) * (p.h + 1) * (p.w + 1) * (p.c / kSize);
-  const int64_t blocks = (threads + kThreads - 1) / kThreads;
-  if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
-  const auto grid = static_cast<unsigned>(blocks);
-  if (blocks * kThreads < (int64_t(1) << 31)) {
-    upsample_linear_kernel<T, kSize, kDepth, kAdd, uint32_t><<<grid, kThreads, 0, stream>>>(a);
-  } else {
-    upsample_linear_kernel<T, kSize, kDepth, kAdd, int64_t><<<grid, kThreads, 0, stream>>>(a);
-  }
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
-  return Status::Ok();
+  const int64_t threads = (kDepth ? p.d + 1 : p.d) * (p.h + 1) * (p.w + 1) * (p.c / kSize);
+  const int64_t in = p.d * p.h * p.w * p.c, out = in * (kDepth ? 8 : 4);
+  return launch_samples("upsample_linear_kernel", p.n, threads, kThreads, [&](int64_t first, int64_t n, unsigned grid) {
+    const T* const residual = kAdd ? static_cast<const T*>(p.residual) + first * out : nullptr;
+    const UpsampleArgs<T> a{
+        static_cast<const T*>(p.x) + first * in, residual, static_cast<T*>(p.y) + first * out, n, p.c, p.d, p.h, p.w};
+    upsample_linear_kernel<T, kSize, kDepth, kAdd><<<grid, kThreads, 0, stream>>>(a);
+  });
 }
 
 template <typename T, int kSize>

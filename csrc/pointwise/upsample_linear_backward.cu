@@ -1,5 +1,6 @@
 // The gradient of linear interpolation to twice the size: a gather, so deterministic, with one read of dy from memory.
 #include "common/traverse.cuh"
+#include "pointwise/launch_samples.h"
 #include "pointwise/pointwise.h"
 
 namespace kgopt {
@@ -55,10 +56,11 @@ __device__ __forceinline__ void gather(const UpsampleBackwardArgs<T>& a, int64_t
 
 // A thread has an input's position in a plane and kSize channels, and goes along the depth: planes 2 i and 2 i + 1 of
 // dy count for input i and a neighbour.
-template <typename T, int kSize, bool kDepth, typename Index>
+template <typename T, int kSize, bool kDepth>
 __global__ void __launch_bounds__(kThreads)
     upsample_linear_backward_kernel(const __grid_constant__ UpsampleBackwardArgs<T> a) {
   using Acc = acc_t<T>;
+  using Index = uint32_t;
   constexpr int kRun = kDepth ? kDeepest : 1;
   const Index lanes = static_cast<Index>(a.c / kSize), runs = static_cast<Index>((a.d + kRun - 1) / kRun);
   Index at = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x;
@@ -110,20 +112,14 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T, int kSize, bool kDepth>
 Status launch(const UpsampleLinearBackwardParams& p, cudaStream_t stream) {
-  const char* const name = "upsample_linear_backward_kernel";
-  const UpsampleBackwardArgs<T> a{static_cast<const T*>(p.dy), static_cast<T*>(p.dx), p.n, p.c, p.d, p.h, p.w};
-  const int64_t runs = kDepth ? (p.d + kDeepest - 1) / kDeepest : p.d;
-  const int64_t blocks = (p.n * runs * p.h * p.w * (p.c / kSize) + kThreads - 1) / kThreads;
-  if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
-  const auto grid = static_cast<unsigned>(blocks);
-  if (blocks * kThreads < (int64_t(1) << 31)) {
-    upsample_linear_backward_kernel<T, kSize, kDepth, uint32_t><<<grid, kThreads, 0, stream>>>(a);
-  } else {
-    upsample_linear_backward_kernel<T, kSize, kDepth, int64_t><<<grid, kThreads, 0, stream>>>(a);
-  }
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
-  return Status::Ok();
+  const int64_t runs = kDepth ? (p.d + kDeepest - 1) / kDeepest : p.d, threads = runs * p.h * p.w * (p.c / kSize);
+  const int64_t in = p.d * p.h * p.w * p.c, out = in * (kDepth ? 8 : 4);
+  const auto launch_some = [&](int64_t first, int64_t n, unsigned grid) {
+    const UpsampleBackwardArgs<T> a{
+        static_cast<const T*>(p.dy) + first * out, static_cast<T*>(p.dx) + first * in, n, p.c, p.d, p.h, p.w};
+    upsample_linear_backward_kernel<T, kSize, kDepth><<<grid, kThreads, 0, stream>>>(a);
+  };
+  return launch_samples("upsample_linear_backward_kernel", p.n, threads, kThreads, launch_some);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Every element repeated along each dim, and the gradient of that: the sum over the repetitions, in a fixed order.
 #include "common/traverse.cuh"
+#include "pointwise/launch_samples.h"
 #include "pointwise/pointwise.h"
 
 namespace kgopt {
@@ -18,9 +19,10 @@ struct NearestArgs {
 
 // Forward, a thread has kSize channels of an element of the small tensor in one of the large one's rows, so that a warp
 // writes a run of memory; backward, of an element of the small tensor, which it adds up.
-template <typename T, int kSize, bool kBackward, typename Index>
+template <typename T, int kSize, bool kBackward>
 __global__ void __launch_bounds__(kThreads) upsample_nearest_kernel(const __grid_constant__ NearestArgs<T> a) {
   using Acc = acc_t<T>;
+  using Index = uint32_t;
   const Index lanes = static_cast<Index>(a.c / kSize);
   const Index at = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x;
   Index rest = at / lanes;
@@ -63,30 +65,25 @@ __global__ void __launch_bounds__(kThreads) upsample_nearest_kernel(const __grid
 
 template <typename T, int kSize, bool kBackward>
 Status launch(const UpsampleNearestParams& p, cudaStream_t stream) {
-  const char* const name = "upsample_nearest_kernel";
-  const NearestArgs<T> a{static_cast<const T*>(p.from),
-                         static_cast<T*>(p.to),
-                         p.n,
-                         p.c,
-                         p.d,
-                         p.h,
-                         p.w,
-                         p.pitch,
-                         static_cast<int>(p.factors[0]),
-                         static_cast<int>(p.factors[1]),
-                         static_cast<int>(p.factors[2])};
-  const int64_t rows = kBackward ? 1 : p.factors[0] * p.factors[1];
-  const int64_t blocks = (p.n * p.d * p.h * p.w * rows * (p.c / kSize) + kThreads - 1) / kThreads;
-  if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many elements for one launch");
-  const auto grid = static_cast<unsigned>(blocks);
-  if (blocks * kThreads < (int64_t(1) << 31)) {
-    upsample_nearest_kernel<T, kSize, kBackward, uint32_t><<<grid, kThreads, 0, stream>>>(a);
-  } else {
-    upsample_nearest_kernel<T, kSize, kBackward, int64_t><<<grid, kThreads, 0, stream>>>(a);
-  }
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
-  return Status::Ok();
+  const int64_t positions = p.d * p.h * p.w, rows = p.factors[0] * p.factors[1],
+                large = positions * rows * p.factors[2];
+  const int64_t from = kBackward ? large : positions, to = kBackward ? positions : large;
+  const auto launch_some = [&](int64_t first, int64_t n, unsigned grid) {
+    const NearestArgs<T> a{static_cast<const T*>(p.from) + first * from * p.pitch,
+                           static_cast<T*>(p.to) + first * to * p.c,
+                           n,
+                           p.c,
+                           p.d,
+                           p.h,
+                           p.w,
+                           p.pitch,
+                           static_cast<int>(p.factors[0]),
+                           static_cast<int>(p.factors[1]),
+                           static_cast<int>(p.factors[2])};
+    upsample_nearest_kernel<T, kSize, kBackward><<<grid, kThreads, 0, stream>>>(a);
+  };
+  return launch_samples("upsample_nearest_kernel", p.n, positions * (kBackward ? 1 : rows) * (p.c / kSize), kThreads,
+                        launch_some);
 }
 
 }  // namespace

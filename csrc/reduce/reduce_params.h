@@ -44,8 +44,6 @@ struct SoftmaxParams {
   void* y = nullptr;
   int64_t rows = 0, columns = 0;
   double scale = 1;
-  int64_t smem_bytes = 0;                               // that a block may take
-  int64_t kept = 0;                                     // columns in shared memory; set by the launcher
   Dtype dtype = Dtype::kFloat32, to = Dtype::kFloat32;  // of x and of y
 };
 

@@ -50,12 +50,10 @@ __device__ __forceinline__ void for_batches(int64_t columns, const F& f) {
   }
 }
 
-// A block a row. Its first columns stay in shared memory; what does not fit is read twice.
+// A block a row, which it reads twice, the second time from the caches.
 template <typename In, typename Out, int kVec>
 __global__ void __launch_bounds__(kSoftmaxThreads) scaled_softmax_kernel(const __grid_constant__ SoftmaxParams p) {
   using Acc = acc_t<In>;
-  extern __shared__ __align__(16) unsigned char memory[];
-  In* const kept = reinterpret_cast<In*>(memory);
   __shared__ SoftmaxState<Acc> shared[kSoftmaxThreads / 32];
   const Acc scale = static_cast<Acc>(p.scale);
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
@@ -67,7 +65,6 @@ __global__ void __launch_bounds__(kSoftmaxThreads) scaled_softmax_kernel(const _
       each([&](int b, int64_t i) { loaded[b] = load_vec<In, kVec>(x + i); });
       Acc largest = -INFINITY;
       each([&](int b, int64_t i) {
-        if (i < p.kept) store_vec(kept + i, loaded[b]);  // the same thread reads it again
         Acc v[kVec];
         unpack(loaded[b], v);
 #pragma unroll
@@ -97,7 +94,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads) scaled_softmax_kernel(const _
     const Acc shift = s.shift(), factor = Acc(1) / s.sum;
     for_batches<kVec>(p.columns, [&](auto&& each) {
       Vec<In, kVec> loaded[kSoftmaxBatch];
-      each([&](int b, int64_t i) { loaded[b] = load_vec<In, kVec>((i < p.kept ? kept : x) + i); });
+      each([&](int b, int64_t i) { loaded[b] = load_vec<In, kVec>(x + i); });
       each([&](int b, int64_t i) {
         Acc v[kVec];
         unpack(loaded[b], v);
@@ -110,20 +107,15 @@ __global__ void __launch_bounds__(kSoftmaxThreads) scaled_softmax_kernel(const _
 }
 
 template <typename In, typename Out, int kVec>
-Status launch_softmax(SoftmaxParams p, cudaStream_t stream) {
-  constexpr auto kKernel = scaled_softmax_kernel<In, Out, kVec>;
-  const char* const name = "scaled_softmax_kernel";
-  p.kept = std::min(p.columns, p.smem_bytes / static_cast<int64_t>(sizeof(In)) / kVec * kVec);
-  const int bytes = static_cast<int>(p.kept * static_cast<int64_t>(sizeof(In)));
-  const cudaError_t error = allow_dynamic_smem<kKernel>(bytes);
-  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
+Status launch_softmax(const SoftmaxParams& p, cudaStream_t stream) {
   const auto grid = static_cast<unsigned>(std::min<int64_t>(p.rows, 1 << 30));
-  return launch_kernel<kKernel>(name, p, grid, kSoftmaxThreads, bytes, stream);
+  return launch_kernel<scaled_softmax_kernel<In, Out, kVec>>("scaled_softmax_kernel", p, grid, kSoftmaxThreads, 0,
+                                                             stream);
 }
 
 template <typename In, typename Out>
 Status softmax_to(const SoftmaxParams& p, cudaStream_t stream) {
-  constexpr int kVec = kVecSize<In>;
+  constexpr int kVec = sizeof(In) == 8 ? 1 : kVecSize<In>;  // float64 is for reference: no vectors of it
   return p.columns % kVec == 0 ? launch_softmax<In, Out, kVec>(p, stream) : launch_softmax<In, Out, 1>(p, stream);
 }
 

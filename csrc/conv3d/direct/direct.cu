@@ -1,25 +1,15 @@
 // Direct convolution, one output element a thread: the plain path for fp64 (gradient checks) and for the shapes that
 // the implicit GEMM refuses. Neighbouring threads take neighbouring output columns, so loads along the width coalesce.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "common/dtype.cuh"
+#include "common/launch.h"
 #include "conv3d/implicit_gemm/implicit_gemm.h"
 
 namespace kgopt {
 namespace {
 
 template <typename T>
-struct Accumulate {
-  using type = float;
-};
-template <>
-struct Accumulate<double> {
-  using type = double;
-};
-
-template <typename T, bool kTransposed>
 __global__ void __launch_bounds__(256) conv_direct_kernel(const __grid_constant__ ConvDirectParams p) {
-  using Acc = typename Accumulate<T>::type;
+  using Acc = acc_t<T>;
   const int64_t positions = int64_t(p.out[0]) * p.out[1] * p.out[2];
   const int64_t c_out_total = int64_t(p.c_out) * p.groups;
   const int64_t total = p.n * c_out_total * positions;
@@ -42,7 +32,7 @@ __global__ void __launch_bounds__(256) conv_direct_kernel(const __grid_constant_
     // Input coordinate of tap k along dim i, or -1 when the tap reads padding or falls between strides.
     auto input_at = [&](int i, int k) -> int64_t {
       int64_t at;
-      if (kTransposed) {
+      if (p.transposed) {
         const int64_t scaled = int64_t(o[i]) + p.padding[i] - int64_t(k) * p.dilation[i];
         if (scaled < 0 || scaled % p.stride[i] != 0) return -1;
         at = scaled / p.stride[i];
@@ -74,15 +64,6 @@ __global__ void __launch_bounds__(256) conv_direct_kernel(const __grid_constant_
   }
 }
 
-template <typename T>
-void launch_direct(const ConvDirectParams& p, unsigned blocks, cudaStream_t stream) {
-  if (p.transposed) {
-    conv_direct_kernel<T, true><<<blocks, 256, 0, stream>>>(p);
-  } else {
-    conv_direct_kernel<T, false><<<blocks, 256, 0, stream>>>(p);
-  }
-}
-
 }  // namespace
 
 Status run_conv_direct(const ConvDirectParams& p, cudaStream_t stream) {
@@ -90,15 +71,10 @@ Status run_conv_direct(const ConvDirectParams& p, cudaStream_t stream) {
   if (total == 0) return Status::Ok();
   const int64_t wanted = (total + 255) / 256;
   const unsigned blocks = static_cast<unsigned>(wanted < (1 << 20) ? wanted : (1 << 20));
-  switch (p.dtype) {
-    case Dtype::kFloat64: launch_direct<double>(p, blocks, stream); break;
-    case Dtype::kFloat32: launch_direct<float>(p, blocks, stream); break;
-    case Dtype::kBFloat16: launch_direct<__nv_bfloat16>(p, blocks, stream); break;
-    case Dtype::kFloat16: launch_direct<__half>(p, blocks, stream); break;
-  }
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, "conv_direct_kernel", cudaGetErrorString(error)};
-  return Status::Ok();
+  Status status;
+  KGOPT_DISPATCH_DTYPE(
+      p.dtype, T, { status = launch_kernel<&conv_direct_kernel<T>>("conv_direct_kernel", p, blocks, 256, 0, stream); });
+  return status;
 }
 
 }  // namespace kgopt

@@ -1,5 +1,6 @@
 // Packs weights into mma fragment order, one 32-bit word a thread: [class][group][n tile][chunk][k step][column block]
 // [hi, lo][lane][2]. Rounding to TF32 (or splitting for 3xTF32) happens here, once, instead of in every block.
+#include "common/launch.h"
 #include "common/mma.cuh"
 #include "conv3d/implicit_gemm/implicit_gemm.h"
 #include "conv3d/implicit_gemm/plan.h"
@@ -99,10 +100,7 @@ Status run_conv_pack(const ImplicitGemmPackParams& p, cudaStream_t stream) {
   const int classes = p.plan.classes[0] * p.plan.classes[1] * p.plan.classes[2];
   const int64_t blocks = (p.plan.packed_class_words + 255) / 256;
   const dim3 grid(static_cast<unsigned>(blocks < 1 ? 1 : (blocks < 4096 ? blocks : 4096)), classes);
-  conv_pack_kernel<<<grid, 256, 0, stream>>>(p);
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, "conv_pack_kernel", cudaGetErrorString(error)};
-  return Status::Ok();
+  return launch_kernel<&conv_pack_kernel>("conv_pack_kernel", p, grid, 256, 0, stream);
 }
 
 }  // namespace kgopt

@@ -5,6 +5,7 @@
 // give; no product here is worth a tensor core.
 #include "common/dtype.cuh"
 #include "common/floor.cuh"
+#include "common/launch.h"
 #include "pointwise/pointwise.h"
 
 namespace kgopt {
@@ -97,10 +98,8 @@ Status launch(NormConv1x1Params p, cudaStream_t stream) {
   p.blocks_per_sample = norm_conv1x1_blocks(p);
   const int64_t blocks = p.n * p.blocks_per_sample;
   if (blocks > 0x7fffffff) return Status::Unsupported("norm_conv1x1_kernel", "too many samples");
-  norm_conv1x1_kernel<T, kOut, kNorm, kAct><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, "norm_conv1x1_kernel", cudaGetErrorString(error)};
-  return Status::Ok();
+  return launch_kernel<&norm_conv1x1_kernel<T, kOut, kNorm, kAct>>("norm_conv1x1_kernel", p,
+                                                                   static_cast<unsigned>(blocks), kThreads, 0, stream);
 }
 
 template <typename T, int kOut>

@@ -205,15 +205,6 @@ __global__ void __launch_bounds__(kTeamThreads, 2)
   }
 }
 
-template <typename Params>
-Status launch_team(const char* name, void (*kernel)(Params), const Params& p, const ClusterPlan& plan,
-                   cudaStream_t stream) {
-  kernel<<<plan.grid, kTeamThreads, 0, stream>>>(p);
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return {StatusCode::kCudaError, name, cudaGetErrorString(error)};
-  return Status::Ok();
-}
-
 }  // namespace
 
 Status run_group_norm_cluster_team_fwd(const GroupNormClusterFwdParams& p, const ClusterPlan& plan,
@@ -221,9 +212,10 @@ Status run_group_norm_cluster_team_fwd(const GroupNormClusterFwdParams& p, const
   constexpr const char* kName = "group_norm_cluster_team_fwd_kernel";
   return dispatch_norm<false>(kName, p, [&](auto traits) {
     using Traits = decltype(traits);
-    const bool few = p.shares.passes == kTeamPasses;
-    return few ? launch_team(kName, group_norm_cluster_team_fwd_kernel<Traits, kTeamPasses>, p, plan, stream)
-               : launch_team(kName, group_norm_cluster_team_fwd_kernel<Traits, kTeamMostPasses>, p, plan, stream);
+    constexpr auto kFew = group_norm_cluster_team_fwd_kernel<Traits, kTeamPasses>;
+    constexpr auto kMost = group_norm_cluster_team_fwd_kernel<Traits, kTeamMostPasses>;
+    return p.shares.passes == kTeamPasses ? launch_kernel<kFew>(kName, p, plan.grid, kTeamThreads, 0, stream)
+                                          : launch_kernel<kMost>(kName, p, plan.grid, kTeamThreads, 0, stream);
   });
 }
 
@@ -232,9 +224,12 @@ Status run_group_norm_cluster_team_bwd(const GroupNormClusterBwdParams& p, const
   constexpr const char* kName = "group_norm_cluster_team_bwd_kernel";
   return dispatch_norm<false>(kName, p, [&](auto traits) {
     using Traits = decltype(traits);
-    const bool few = p.shares.passes == kTeamPasses;
-    return few ? launch_team(kName, group_norm_cluster_team_bwd_kernel<Traits, kTeamPasses>, p, plan, stream)
-               : launch_team(kName, group_norm_cluster_team_bwd_kernel<Traits, kTeamMostPasses>, p, plan, stream);
+    // Chains that are walked have the one instance: their code is three times the others', and registers are the same.
+    constexpr int kFewest = Traits::kAct == Chain::kAny ? kTeamMostPasses : kTeamPasses;
+    constexpr auto kFew = group_norm_cluster_team_bwd_kernel<Traits, kFewest>;
+    constexpr auto kMost = group_norm_cluster_team_bwd_kernel<Traits, kTeamMostPasses>;
+    return p.shares.passes == kTeamPasses ? launch_kernel<kFew>(kName, p, plan.grid, kTeamThreads, 0, stream)
+                                          : launch_kernel<kMost>(kName, p, plan.grid, kTeamThreads, 0, stream);
   });
 }
 

@@ -51,8 +51,9 @@ Status dispatch_small(const char* kernel, Params& p, Launch launch) {
 // launch(SmallTraits()) with the plan's elements of a thread.
 template <typename T, Chain kAct, typename Launch>
 Status dispatch_runs(SmallInstance<T, kAct>, const SmallPlan& plan, Launch launch) {
-  if (plan.run == kSmallRun) {
-    return plan.runs == 1 ? launch(SmallTraits<T, kSmallRun, 1, kAct>()) : launch(SmallTraits<T, kSmallRun, 2, kAct>());
+  if constexpr (kAct != Chain::kAny) {
+    if (plan.run == kSmallRun && plan.runs == 1) return launch(SmallTraits<T, kSmallRun, 1, kAct>());
+    if (plan.run == kSmallRun) return launch(SmallTraits<T, kSmallRun, 2, kAct>());
   }
   return plan.runs == 1   ? launch(SmallTraits<T, 1, 1, kAct>())
          : plan.runs == 4 ? launch(SmallTraits<T, 1, 4, kAct>())

@@ -128,7 +128,8 @@ inline SmallPlan plan_group_norm_small(const NormPlanInput& in) {
   // others; forward's contiguous groups of that size come faster through shared memory (H200).
   const bool clusters = d.channels_last || (in.backward() && (p.channels == 1 || d.s <= kSmallShortRow));
   const int most_blocks = clusters ? std::max(1, std::min(in.max_blocks, kSmallMaxBlocks)) : 1;
-  const bool vectors = in.aligned && minor % kSmallRun == 0;
+  // Chains that are walked have no instances with vectors, which were 5 percent faster and a quarter of the code.
+  const bool vectors = in.plain && in.aligned && minor % kSmallRun == 0;
   // Forward's teams of several elements a thread are whole blocks, which take more than a warp.
   const bool crowded = units * small_lanes(elements) > kSmallFwdSingleThreads;
   const int64_t singles = in.backward() ? kSmallBwdSingles : crowded ? 32 * kSmallRun : kSmallFwdSingles;
