@@ -1,7 +1,7 @@
 // Pointwise chains on their own, and their derivatives.
 #include "activation/activation.h"
-#include "common/pointwise.cuh"
-#include "common/traverse.cuh"
+#include "common/device/pointwise.cuh"
+#include "common/device/traverse.cuh"
 
 namespace kgopt {
 namespace {

@@ -1,6 +1,6 @@
 // Activations on the CPU.
 #include "activation/activation_checks.h"
-#include "common/cpu_block.h"
+#include "common/cpu/block.h"
 
 namespace kgopt {
 namespace {

@@ -1,7 +1,7 @@
 // Norms over channels on CUDA.
 #include "channel_norm/channel_norm.h"
 #include "channel_norm/channel_norm_checks.h"
-#include "common/workspace.h"
+#include "common/host/workspace.h"
 
 namespace kgopt {
 namespace {

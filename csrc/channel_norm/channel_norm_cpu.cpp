@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "channel_norm/channel_norm_checks.h"
-#include "common/cpu_block.h"
+#include "common/cpu/block.h"
 
 namespace kgopt {
 namespace {

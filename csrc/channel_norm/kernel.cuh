@@ -5,9 +5,9 @@
 #pragma once
 
 #include "channel_norm/plan.h"
-#include "common/dtype.cuh"
-#include "common/launch.h"
-#include "common/pointwise.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/pointwise.cuh"
+#include "common/host/launch.h"
 
 namespace kgopt {
 

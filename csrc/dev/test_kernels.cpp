@@ -18,7 +18,7 @@
 #if defined(KGOPT_CUDA)
 #include <cuda_runtime_api.h>
 
-#include "common/device_info.h"
+#include "common/host/device_info.h"
 #include "conv3d/implicit_gemm/implicit_gemm.h"
 #include "groupnorm/groupnorm.h"
 #endif

@@ -1,7 +1,7 @@
 // Memory formats of tensors on CUDA, changed by kernels that keep pace with the memory.
 #pragma once
 
-#include "common/torch_utils.h"
+#include "common/host/torch_utils.h"
 #include "layout/layout.h"
 
 namespace kgopt {

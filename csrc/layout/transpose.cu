@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "common/launch.h"
+#include "common/host/launch.h"
 #include "layout/layout.h"
 #include "layout/split.cuh"
 

@@ -1,6 +1,6 @@
 // What follows a convolution: its bias, a residual, a division and activations, in one pass over its output.
-#include "common/floor.cuh"
-#include "common/traverse.cuh"
+#include "common/device/floor.cuh"
+#include "common/device/traverse.cuh"
 #include "pointwise/pointwise.h"
 
 namespace kgopt {

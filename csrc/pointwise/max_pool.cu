@@ -1,5 +1,5 @@
 // The largest value of each window, without the indices that a backward would need.
-#include "common/traverse.cuh"
+#include "common/device/traverse.cuh"
 #include "pointwise/launch_samples.h"
 #include "pointwise/pointwise.h"
 

@@ -1,8 +1,8 @@
 // A copy of x with its outermost positions repeated around it.
 #include <type_traits>
 
-#include "common/dtype.cuh"
-#include "common/launch.h"
+#include "common/device/dtype.cuh"
+#include "common/host/launch.h"
 #include "pointwise/pointwise.h"
 
 namespace kgopt {

@@ -1,7 +1,7 @@
 // Argument checks of the pointwise ops, shared by the CUDA and the CPU files.
 #pragma once
 
-#include "common/torch_utils.h"
+#include "common/host/torch_utils.h"
 #include "conv3d/api/checks.h"
 #include "groupnorm/api/checks.h"
 #include "pointwise/pointwise_params.h"

@@ -1,5 +1,5 @@
 // What stands between norms and convolutions, on the CPU: ATen, and one pass for what is added.
-#include "common/cpu_block.h"
+#include "common/cpu/block.h"
 #include "groupnorm/api/group_norm_cpu.h"
 #include "pointwise/pointwise_checks.h"
 

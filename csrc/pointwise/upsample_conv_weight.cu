@@ -1,6 +1,6 @@
 // The weight of the transposed convolution that does what nearest upsampling and a convolution behind it do.
-#include "common/dtype.cuh"
-#include "common/launch.h"
+#include "common/device/dtype.cuh"
+#include "common/host/launch.h"
 #include "pointwise/pointwise.h"
 
 namespace kgopt {

@@ -1,5 +1,5 @@
 // Linear interpolation to twice the size, of two or three dims, with what is added to it.
-#include "common/traverse.cuh"
+#include "common/device/traverse.cuh"
 #include "pointwise/launch_samples.h"
 #include "pointwise/pointwise.h"
 

@@ -1,5 +1,5 @@
 // The gradient of linear interpolation to twice the size: a gather, so deterministic, with one read of dy from memory.
-#include "common/traverse.cuh"
+#include "common/device/traverse.cuh"
 #include "pointwise/launch_samples.h"
 #include "pointwise/pointwise.h"
 

@@ -1,5 +1,5 @@
 // Every element repeated along each dim, and the gradient of that: the sum over the repetitions, in a fixed order.
-#include "common/traverse.cuh"
+#include "common/device/traverse.cuh"
 #include "pointwise/launch_samples.h"
 #include "pointwise/pointwise.h"
 

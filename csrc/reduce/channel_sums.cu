@@ -4,10 +4,10 @@
 // where all rows are equal (the gradient of a mean), each step of a chain rounds the same way.
 #include <algorithm>
 
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
-#include "common/launch.h"
-#include "common/reduce.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/reduce.cuh"
+#include "common/host/launch.h"
 #include "reduce/reduce.h"
 
 namespace kgopt {

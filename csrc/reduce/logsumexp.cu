@@ -1,7 +1,7 @@
 // logsumexp with a running maximum, in one read.
 #include <type_traits>
 
-#include "common/dependent_launch.cuh"
+#include "common/device/dependent_launch.cuh"
 #include "reduce/reduce_kernel.cuh"
 
 namespace kgopt {

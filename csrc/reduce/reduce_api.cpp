@@ -1,7 +1,7 @@
 // Reductions on CUDA.
 #include "reduce/reduce_api.h"
 
-#include "common/workspace.h"
+#include "common/host/workspace.h"
 #include "reduce/reduce.h"
 #include "reduce/reduce_checks.h"
 

@@ -1,7 +1,7 @@
 // The CUDA reductions as C++ functions, for the fused pipelines.
 #pragma once
 
-#include "common/torch_utils.h"
+#include "common/host/torch_utils.h"
 
 namespace kgopt {
 

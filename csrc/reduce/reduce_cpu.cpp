@@ -1,6 +1,6 @@
 // Reductions on the CPU, over [outer][repeats][kept][reduced][inner]. Work is cut into pieces of fixed size, whatever
 // the number of threads, whose results are merged in order.
-#include "common/cpu_block.h"
+#include "common/cpu/block.h"
 #include "reduce/reduce_checks.h"
 
 namespace kgopt {

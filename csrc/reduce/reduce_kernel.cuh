@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "common/dtype.cuh"
+#include "common/device/dtype.cuh"
 #include "reduce/reduce.h"
 
 namespace kgopt {

@@ -1,8 +1,8 @@
 // float32 results of a pipeline in the half type that it was given.
 #include <algorithm>
 
-#include "common/dtype.cuh"
-#include "common/launch.h"
+#include "common/device/dtype.cuh"
+#include "common/host/launch.h"
 #include "reduce/reduce.h"
 
 namespace kgopt {

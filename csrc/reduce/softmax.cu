@@ -1,8 +1,8 @@
 // Softmax of scores of attention, rounded for the product behind it.
 #include <algorithm>
 
-#include "common/dtype.cuh"
-#include "common/launch.h"
+#include "common/device/dtype.cuh"
+#include "common/host/launch.h"
 #include "reduce/reduce.h"
 
 namespace kgopt {

@@ -12,7 +12,7 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by rank
 
 
 def is_channels_last(t: Tensor) -> bool:
-    """The rule of torch's suggest_memory_format, as in csrc/common/torch_utils.h: the order of strides alone."""
+    """The rule of torch's suggest_memory_format, as in csrc/common/host/torch_utils.h: the order of strides alone."""
     if t.dim() not in (4, 5) or t.stride(1) == 0:
         return False
     smallest: Any = 0

@@ -13,7 +13,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/cache_prefix.h"
+#include "common/host/cache_prefix.h"
 
 namespace kgopt {
 namespace {

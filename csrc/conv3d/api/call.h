@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
-#include "common/tf32.h"
-#include "common/torch_utils.h"
-#include "common/workspace.h"
+#include "common/host/tf32.h"
+#include "common/host/torch_utils.h"
+#include "common/host/workspace.h"
 #include "conv3d/api/checks.h"
 #include "conv3d/choice/choice.h"
 #include "conv3d/choice/gradients.h"

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <array>
 
-#include "common/torch_utils.h"
+#include "common/host/torch_utils.h"
 #include "conv3d/shape.h"
 
 #if defined(KGOPT_CUDA)

@@ -1,5 +1,5 @@
 // Convolutions and the three pipelines on the CPU: oneDNN through ATen, everything after it in one or two passes.
-#include "common/cpu_block.h"
+#include "common/cpu/block.h"
 #include "conv3d/api/checks.h"
 #include "groupnorm/api/checks.h"
 #include "groupnorm/api/group_norm_cpu.h"

@@ -1,7 +1,7 @@
 // Direct convolution, one output element a thread: the plain path for fp64 (gradient checks) and for the shapes that
 // the implicit GEMM refuses. Neighbouring threads take neighbouring output columns, so loads along the width coalesce.
-#include "common/dtype.cuh"
-#include "common/launch.h"
+#include "common/device/dtype.cuh"
+#include "common/host/launch.h"
 #include "conv3d/implicit_gemm/implicit_gemm.h"
 
 namespace kgopt {

@@ -5,10 +5,10 @@
 
 #include <type_traits>
 
-#include "common/async.cuh"
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
-#include "common/reduce.cuh"
+#include "common/device/async.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/reduce.cuh"
 #include "conv3d/few_channels/params.h"
 
 namespace kgopt {

@@ -4,9 +4,9 @@
 
 #include <cuda_runtime.h>
 
-#include "common/async.cuh"
-#include "common/mma.cuh"
-#include "common/wgmma.cuh"
+#include "common/device/async.cuh"
+#include "common/device/mma.cuh"
+#include "common/device/wgmma.cuh"
 #include "conv3d/few_channels/params.h"
 #include "conv3d/few_channels/plan.h"
 #include "conv3d/implicit_gemm/kernel.cuh"

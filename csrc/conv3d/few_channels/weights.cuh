@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "common/wgmma.cuh"
+#include "common/device/wgmma.cuh"
 #include "conv3d/few_channels/load.cuh"
 #include "conv3d/implicit_gemm/kernel.cuh"
 

@@ -4,7 +4,7 @@
 
 #include <cuda_runtime.h>
 
-#include "common/mma.cuh"
+#include "common/device/mma.cuh"
 #include "conv3d/gradients/few_channels.h"
 
 namespace kgopt {

@@ -11,9 +11,9 @@
 
 #include <cuda_runtime.h>
 
-#include "common/dtype.cuh"
-#include "common/mma.cuh"
-#include "common/reduce.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/mma.cuh"
+#include "common/device/reduce.cuh"
 #include "conv3d/implicit_gemm/params.h"
 #include "conv3d/implicit_gemm/plan.h"
 

@@ -1,7 +1,7 @@
 // From the plan's numbers to a template instance: the one place where run time becomes compile time.
 #pragma once
 
-#include "common/launch.h"
+#include "common/host/launch.h"
 #include "conv3d/implicit_gemm/implicit_gemm.h"
 #include "conv3d/implicit_gemm/kernel.cuh"
 

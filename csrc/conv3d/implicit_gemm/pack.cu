@@ -1,7 +1,7 @@
 // Packs weights into mma fragment order, one 32-bit word a thread: [class][group][n tile][chunk][k step][column block]
 // [hi, lo][lane][2]. Rounding to TF32 (or splitting for 3xTF32) happens here, once, instead of in every block.
-#include "common/launch.h"
-#include "common/mma.cuh"
+#include "common/device/mma.cuh"
+#include "common/host/launch.h"
 #include "conv3d/implicit_gemm/implicit_gemm.h"
 #include "conv3d/implicit_gemm/plan.h"
 

@@ -3,9 +3,9 @@
 //
 // channels_last only. Neighbouring lanes hold the channels of a position, a vector each, and add up what their channels
 // give; no product here is worth a tensor core.
-#include "common/dtype.cuh"
-#include "common/floor.cuh"
-#include "common/launch.h"
+#include "common/device/dtype.cuh"
+#include "common/device/floor.cuh"
+#include "common/host/launch.h"
 #include "pointwise/pointwise.h"
 
 namespace kgopt {

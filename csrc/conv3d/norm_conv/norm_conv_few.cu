@@ -7,10 +7,10 @@
 // kernel.
 #include <algorithm>
 
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
-#include "common/floor.cuh"
-#include "common/mma.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/floor.cuh"
+#include "common/device/mma.cuh"
 #include "pointwise/pointwise.h"
 
 namespace kgopt {

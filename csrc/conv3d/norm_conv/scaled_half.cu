@@ -1,9 +1,9 @@
 // Inputs and weights of scaled_half_params.h: the range of every channel, the powers of two, and the rounding passes.
 #include "conv3d/norm_conv/scaled_half.h"
 
-#include "common/floor.cuh"
-#include "common/pointwise.cuh"
-#include "common/traverse_padded.cuh"
+#include "common/device/floor.cuh"
+#include "common/device/pointwise.cuh"
+#include "common/device/traverse_padded.cuh"
 #include "conv3d/norm_conv/scaled_half.cuh"
 
 namespace kgopt {

@@ -9,10 +9,10 @@
 
 #include <cuda_runtime.h>
 
-#include "common/async.cuh"
-#include "common/dtype.cuh"
-#include "common/mma.cuh"
-#include "common/reduce.cuh"
+#include "common/device/async.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/mma.cuh"
+#include "common/device/reduce.cuh"
 #include "conv3d/few_channels/finish.cuh"
 #include "conv3d/small_chain/plan.h"
 

@@ -1,7 +1,7 @@
 // Small chains of the first and third pipeline in one launch.
 #include "conv3d/small_chain/small_chain.h"
 
-#include "common/launch.h"
+#include "common/host/launch.h"
 #include "conv3d/small_chain/kernel.cuh"
 
 namespace kgopt {

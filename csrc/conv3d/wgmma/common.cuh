@@ -5,9 +5,9 @@
 
 #include <cuda_runtime.h>
 
-#include "common/async.cuh"
-#include "common/dtype.cuh"
-#include "common/wgmma.cuh"
+#include "common/device/async.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/wgmma.cuh"
 #include "conv3d/wgmma/tap_columns/params.h"
 
 namespace kgopt {

@@ -8,8 +8,8 @@
 
 #include <type_traits>
 
-#include "common/dtype.cuh"
-#include "common/reduce.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/reduce.cuh"
 #include "conv3d/wgmma/tap_columns/params.h"
 #include "conv3d/wgmma/tap_columns/plan.h"
 

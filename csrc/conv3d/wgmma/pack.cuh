@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "common/dtype.cuh"
+#include "common/device/dtype.cuh"
 #include "conv3d/wgmma/tap_columns/params.h"
 
 namespace kgopt {

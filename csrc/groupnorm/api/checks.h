@@ -1,7 +1,7 @@
 // Argument checks of the GroupNorm ops, shared by the CUDA and the CPU files.
 #pragma once
 
-#include "common/torch_utils.h"
+#include "common/host/torch_utils.h"
 #include "groupnorm/params.h"
 
 namespace kgopt {

@@ -4,7 +4,7 @@
 #include <array>
 #include <vector>
 
-#include "common/cpu_block.h"
+#include "common/cpu/block.h"
 #include "groupnorm/api/checks.h"
 
 namespace kgopt {

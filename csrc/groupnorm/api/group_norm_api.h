@@ -4,8 +4,8 @@
 #include <string>
 #include <tuple>
 
-#include "common/torch_utils.h"
-#include "common/workspace.h"
+#include "common/host/torch_utils.h"
+#include "common/host/workspace.h"
 #include "groupnorm/api/checks.h"
 #include "groupnorm/groupnorm.h"
 

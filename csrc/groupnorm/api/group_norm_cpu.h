@@ -4,7 +4,7 @@
 #include <string>
 #include <tuple>
 
-#include "common/torch_utils.h"
+#include "common/host/torch_utils.h"
 
 namespace kgopt {
 

@@ -1,8 +1,8 @@
 // GroupNorm backward of groups whose x and dy stay on chip: dx with one read of both, and each channel's two sums.
 // The formulas are those of groupnorm/passes/backward.cu.
-#include "common/dependent_launch.cuh"
-#include "common/pointwise.cuh"
-#include "common/reduce.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/pointwise.cuh"
+#include "common/device/reduce.cuh"
 #include "groupnorm/cluster/launch.h"
 #include "groupnorm/groupnorm.h"
 #include "groupnorm/shared/dispatch.cuh"

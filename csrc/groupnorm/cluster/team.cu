@@ -1,7 +1,7 @@
 // GroupNorm of groups that a team of neighbouring lanes has in its registers, where there are many of them: forward,
 // and backward of groups of one channel, whose sums are the channel's. The formulas of backward are those of
 // groupnorm/passes/backward.cu.
-#include "common/dependent_launch.cuh"
+#include "common/device/dependent_launch.cuh"
 #include "groupnorm/groupnorm.h"
 #include "groupnorm/shared/dispatch.cuh"
 #include "groupnorm/shared/group_gradient.cuh"

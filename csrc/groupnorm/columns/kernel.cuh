@@ -1,9 +1,9 @@
 // GroupNorm forward of channels_last x with x on chip; see groupnorm/columns/params.h.
 #pragma once
 
-#include "common/async.cuh"
-#include "common/dtype.cuh"
-#include "common/reduce.cuh"
+#include "common/device/async.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/reduce.cuh"
 #include "groupnorm/columns/params.h"
 #include "groupnorm/shared/vectors.cuh"
 #include "groupnorm/shared/words.cuh"

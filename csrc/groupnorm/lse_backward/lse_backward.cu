@@ -10,7 +10,7 @@
 // what belongs to a position once for all the channels it has.
 #include "groupnorm/lse_backward/lse_backward.h"
 
-#include "common/traverse.cuh"
+#include "common/device/traverse.cuh"
 #include "groupnorm/groupnorm.h"
 #include "groupnorm/shared/affine_row.cuh"
 

@@ -2,9 +2,9 @@
 // dbias, then dx. The activation's derivative is recomputed from x. With u = pre_act(x), xhat = (u - mean) rstd,
 // z = xhat weight + bias, dz = dy act'(z) (Wu and He 2018, differentiated):
 //   dx = pre_act'(x) rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
-#include "common/dependent_launch.cuh"
-#include "common/floor.cuh"
-#include "common/traverse.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/floor.cuh"
+#include "common/device/traverse.cuh"
 #include "groupnorm/groupnorm.h"
 #include "groupnorm/lse_backward/lse_backward.h"
 #include "groupnorm/shared/affine_row.cuh"

@@ -1,8 +1,8 @@
 // y = act(((x - mean) * rstd * weight + bias) * scale + shift), with scale and shift from maps of lower resolution:
 // each of their positions is read for all positions of x that it stands for, and nobody stores the larger maps.
-#include "common/floor.cuh"
-#include "common/pointwise.cuh"
-#include "common/traverse.cuh"
+#include "common/device/floor.cuh"
+#include "common/device/pointwise.cuh"
+#include "common/device/traverse.cuh"
 #include "groupnorm/passes/maps.h"
 #include "groupnorm/shared/affine_row.cuh"
 

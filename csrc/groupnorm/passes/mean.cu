@@ -1,8 +1,8 @@
 // Normalize and accumulate the mean, without normalizing anything: the mean over a channel of an affine function is
 // that function of the channel's mean, so out[n] needs the channel means and the group statistics alone.
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
-#include "common/reduce.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/reduce.cuh"
 #include "groupnorm/groupnorm.h"
 
 namespace kgopt {

@@ -1,7 +1,7 @@
 // y = act((pre_act(x) - mean) * rstd * weight + bias + residual), one read of each and one write.
-#include "common/floor.cuh"
-#include "common/pointwise.cuh"
-#include "common/traverse_padded.cuh"
+#include "common/device/floor.cuh"
+#include "common/device/pointwise.cuh"
+#include "common/device/traverse_padded.cuh"
 #include "groupnorm/groupnorm.h"
 #include "groupnorm/passes/normalize_padded.h"
 

@@ -1,7 +1,7 @@
 // A PReLU behind a norm: y = PReLU((x - mean) * rstd * weight + bias + residual), where no family keeps x on chip; and
 // its gradient, a pass ahead of the norm's own backward. The activation's argument z is computed again from x.
-#include "common/dependent_launch.cuh"
-#include "common/traverse.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/traverse.cuh"
 #include "groupnorm/groupnorm.h"
 #include "groupnorm/shared/affine_row.cuh"
 #include "groupnorm/shared/prelu.cuh"

@@ -1,7 +1,7 @@
 // Group statistics: partial moments of slices, then their merge. A group is split over as many blocks as the GPU has
 // room for, whatever N * G is, and merged in a fixed order.
-#include "common/floor.cuh"
-#include "common/traverse.cuh"
+#include "common/device/floor.cuh"
+#include "common/device/traverse.cuh"
 #include "groupnorm/groupnorm.h"
 #include "groupnorm/shared/affine_row.cuh"
 

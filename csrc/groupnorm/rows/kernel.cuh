@@ -8,9 +8,9 @@
 //   writers        write y or dx from the slots
 #pragma once
 
-#include "common/async.cuh"
-#include "common/dtype.cuh"
-#include "common/reduce.cuh"
+#include "common/device/async.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/reduce.cuh"
 #include "groupnorm/rows/params.h"
 #include "groupnorm/shared/vectors.cuh"
 #include "groupnorm/shared/words.cuh"

@@ -1,7 +1,7 @@
 // What the merges leave of each (sample, channel) for the passes that follow.
 #pragma once
 
-#include "common/dtype.cuh"
+#include "common/device/dtype.cuh"
 #include "groupnorm/params.h"
 
 namespace kgopt {

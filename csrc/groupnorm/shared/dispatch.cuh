@@ -3,9 +3,9 @@
 
 #include <type_traits>
 
-#include "common/dtype.cuh"
-#include "common/floor.cuh"
-#include "common/pointwise.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/floor.cuh"
+#include "common/device/pointwise.cuh"
 #include "common/status.h"
 #include "groupnorm/params.h"
 

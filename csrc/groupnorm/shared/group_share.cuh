@@ -2,9 +2,9 @@
 // channels it touches.
 #pragma once
 
-#include "common/async.cuh"
-#include "common/dtype.cuh"
-#include "common/pointwise.cuh"
+#include "common/device/async.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/pointwise.cuh"
 #include "groupnorm/cluster/params.h"
 
 namespace kgopt {

@@ -1,8 +1,8 @@
 // A PReLU, whose slopes lie in device memory: one, or one a channel.
 #pragma once
 
-#include "common/dtype.cuh"
-#include "common/pointwise.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/pointwise.cuh"
 #include "groupnorm/params.h"
 
 namespace kgopt {

@@ -1,11 +1,11 @@
 // Steps of the kernels that keep x on chip, for one 16-byte vector.
 #pragma once
 
-#include "common/async.cuh"
-#include "common/dtype.cuh"
-#include "common/floor.cuh"
-#include "common/pointwise.cuh"
-#include "common/reduce.cuh"
+#include "common/device/async.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/floor.cuh"
+#include "common/device/pointwise.cuh"
+#include "common/device/reduce.cuh"
 #include "groupnorm/params.h"
 #include "groupnorm/shared/prelu.cuh"
 

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "common/async.cuh"
+#include "common/device/async.cuh"
 #include "groupnorm/params.h"
 
 namespace kgopt {

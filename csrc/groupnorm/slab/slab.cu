@@ -1,9 +1,9 @@
 // GroupNorm forward and backward of channels_last tensors with narrow groups; see SlabShares. The formulas of backward
 // are those of groupnorm/passes/backward.cu.
-#include "common/dependent_launch.cuh"
-#include "common/launch.h"
-#include "common/pointwise.cuh"
-#include "common/reduce.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/pointwise.cuh"
+#include "common/device/reduce.cuh"
+#include "common/host/launch.h"
 #include "groupnorm/groupnorm.h"
 #include "groupnorm/shared/dispatch.cuh"
 #include "groupnorm/shared/vectors.cuh"

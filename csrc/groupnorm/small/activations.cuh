@@ -1,7 +1,7 @@
 // Activations of small tensors, of which a kernel for any chain finds out at run time.
 #pragma once
 
-#include "common/pointwise.cuh"
+#include "common/device/pointwise.cuh"
 
 namespace kgopt {
 

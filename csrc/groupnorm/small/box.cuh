@@ -1,7 +1,7 @@
 // What the blocks of a cluster exchange.
 #pragma once
 
-#include "common/async.cuh"
+#include "common/device/async.cuh"
 #include "groupnorm/small/params.h"
 
 namespace kgopt {

@@ -2,8 +2,8 @@
 // groupnorm/passes/backward.cu.
 #pragma once
 
-#include "common/dependent_launch.cuh"
-#include "common/floor.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/floor.cuh"
 #include "groupnorm/small/activations.cuh"
 #include "groupnorm/small/box.cuh"
 #include "groupnorm/small/bwd_team.cuh"

@@ -1,8 +1,8 @@
 // GroupNorm forward of small groups; see groupnorm/small/params.h.
 #pragma once
 
-#include "common/async.cuh"
-#include "common/floor.cuh"
+#include "common/device/async.cuh"
+#include "common/device/floor.cuh"
 #include "groupnorm/shared/prelu.cuh"
 #include "groupnorm/small/activations.cuh"
 #include "groupnorm/small/box.cuh"

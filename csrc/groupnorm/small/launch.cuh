@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
-#include "common/floor.cuh"
-#include "common/launch.h"
+#include "common/device/floor.cuh"
+#include "common/host/launch.h"
 #include "groupnorm/small/small.cuh"
 
 namespace kgopt {

@@ -3,9 +3,9 @@
 // element, and x comes by vectors.
 #include <type_traits>
 
-#include "common/dependent_launch.cuh"
-#include "common/floor.cuh"
-#include "common/launch.h"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/floor.cuh"
+#include "common/host/launch.h"
 #include "groupnorm/small/small.cuh"
 
 namespace kgopt {

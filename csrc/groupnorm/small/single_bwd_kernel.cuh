@@ -1,8 +1,8 @@
 // GroupNorm backward of small groups of which a block or a team has one element a channel.
 #pragma once
 
-#include "common/dependent_launch.cuh"
-#include "common/floor.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/floor.cuh"
 #include "groupnorm/small/activations.cuh"
 #include "groupnorm/small/small.cuh"
 

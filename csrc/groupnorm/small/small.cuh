@@ -1,8 +1,8 @@
 // What the kernels for small groups share: loads that keep their order, and sums.
 #pragma once
 
-#include "common/dtype.cuh"
-#include "common/reduce.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/reduce.cuh"
 #include "groupnorm/groupnorm.h"
 #include "groupnorm/small/plan.h"
 

@@ -10,10 +10,10 @@
 //   holders    teams that keep a tile in their registers from load to store: room beyond the shared memory
 #pragma once
 
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
-#include "common/pointwise.cuh"
-#include "common/reduce.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/pointwise.cuh"
+#include "common/device/reduce.cuh"
 #include "groupnorm/tiles/bwd_params.h"
 #include "groupnorm/tiles/tiles.cuh"
 

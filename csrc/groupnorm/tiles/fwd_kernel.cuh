@@ -10,8 +10,8 @@
 //   holders     teams that keep a tile in their registers from load to store: room beyond the shared memory
 #pragma once
 
-#include "common/dtype.cuh"
-#include "common/reduce.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/reduce.cuh"
 #include "groupnorm/tiles/fwd_params.h"
 #include "groupnorm/tiles/tiles.cuh"
 

@@ -2,7 +2,7 @@
 // other.
 #pragma once
 
-#include "common/async.cuh"
+#include "common/device/async.cuh"
 #include "groupnorm/shared/vectors.cuh"
 #include "groupnorm/shared/words.cuh"
 #include "groupnorm/tiles/tiles.h"

@@ -2,7 +2,7 @@
 // instances.
 #include "conv3d/few_channels/autocorrelation/autocorrelation.h"
 
-#include "common/dependent_launch.cuh"
+#include "common/device/dependent_launch.cuh"
 #include "conv3d/few_channels/autocorrelation/kernel.cuh"
 
 namespace kgopt {

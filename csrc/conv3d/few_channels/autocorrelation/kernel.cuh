@@ -20,11 +20,11 @@
 
 #include <type_traits>
 
-#include "common/async.cuh"
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
-#include "common/mma.cuh"
-#include "common/reduce.cuh"
+#include "common/device/async.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/mma.cuh"
+#include "common/device/reduce.cuh"
 #include "conv3d/few_channels/autocorrelation/params.h"
 #include "conv3d/few_channels/finish.cuh"
 #include "conv3d/few_channels/window/kernel.cuh"

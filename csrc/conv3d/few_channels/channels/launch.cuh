@@ -1,8 +1,8 @@
 // From the plan's numbers to a template instance of the kernels with channels as rows.
 #pragma once
 
-#include "common/dependent_launch.cuh"
-#include "common/launch.h"
+#include "common/device/dependent_launch.cuh"
+#include "common/host/launch.h"
 #include "conv3d/few_channels/channels/kernel.cuh"
 #include "conv3d/few_channels/channels/lse_kernel.cuh"
 #include "conv3d/few_channels/few_channels.h"

@@ -7,11 +7,11 @@
 
 #include <cuda_runtime.h>
 
-#include "common/async.cuh"
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
-#include "common/mma.cuh"
-#include "common/wgmma.cuh"
+#include "common/device/async.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/mma.cuh"
+#include "common/device/wgmma.cuh"
 #include "conv3d/few_channels/load.cuh"
 #include "conv3d/few_channels/weights.cuh"
 

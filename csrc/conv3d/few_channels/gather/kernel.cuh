@@ -15,11 +15,11 @@
 #include <type_traits>
 #include <utility>
 
-#include "common/async.cuh"
-#include "common/dtype.cuh"
-#include "common/mma.cuh"
-#include "common/reduce.cuh"
-#include "common/wgmma.cuh"
+#include "common/device/async.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/mma.cuh"
+#include "common/device/reduce.cuh"
+#include "common/device/wgmma.cuh"
 #include "conv3d/few_channels/finish.cuh"
 #include "conv3d/few_channels/load.cuh"
 #include "conv3d/few_channels/params.h"

@@ -14,12 +14,12 @@
 
 #include <type_traits>
 
-#include "common/async.cuh"
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
-#include "common/mma.cuh"
-#include "common/reduce.cuh"
-#include "common/wgmma.cuh"
+#include "common/device/async.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/mma.cuh"
+#include "common/device/reduce.cuh"
+#include "common/device/wgmma.cuh"
 #include "conv3d/few_channels/finish.cuh"
 #include "conv3d/few_channels/weights.cuh"
 #include "conv3d/few_channels/window/kernel.cuh"

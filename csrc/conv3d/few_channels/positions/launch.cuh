@@ -1,7 +1,7 @@
 // From the plan's numbers to a template instance of the kernel with positions as rows.
 #pragma once
 
-#include "common/dependent_launch.cuh"
+#include "common/device/dependent_launch.cuh"
 #include "conv3d/few_channels/few_channels.h"
 #include "conv3d/few_channels/positions/kernel.cuh"
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "common/launch.h"
+#include "common/host/launch.h"
 #include "conv3d/few_channels/few_channels.h"
 #include "conv3d/few_channels/window/kernel.cuh"
 

@@ -1,7 +1,7 @@
 // From the plan's numbers to a template instance: the one place where run time becomes compile time.
 #include "conv3d/gradients/few_dgrad/few_dgrad.h"
 
-#include "common/dependent_launch.cuh"
+#include "common/device/dependent_launch.cuh"
 #include "conv3d/gradients/few_dgrad/kernel.cuh"
 
 namespace kgopt {

@@ -15,9 +15,9 @@
 
 #include <type_traits>
 
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
-#include "common/mma.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/mma.cuh"
 #include "conv3d/gradients/copy_rows.cuh"
 #include "conv3d/gradients/few_wgrad/params.h"
 #include "conv3d/gradients/few_wgrad/plan.h"

@@ -1,7 +1,7 @@
 // From the plan's numbers to a template instance: the one place where run time becomes compile time.
 #pragma once
 
-#include "common/dependent_launch.cuh"
+#include "common/device/dependent_launch.cuh"
 #include "conv3d/gradients/few_wgrad/few_wgrad.h"
 #include "conv3d/gradients/few_wgrad/kernel.cuh"
 

@@ -3,8 +3,8 @@
 
 #include <cuda_runtime.h>
 
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
 #include "conv3d/gradients/few_wgrad/params.h"
 #include "conv3d/gradients/few_wgrad/plan.h"
 

@@ -1,9 +1,9 @@
 // Gradients of a 1 x 1 convolution to a few channels, each in one pass over x or dx. cuDNN pads the channels of dy to a
 // tile's; here a thread keeps one 16-byte column of x or dx, and the few values of dy of a row come from the cache.
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
-#include "common/launch.h"
-#include "common/reduce.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/reduce.cuh"
+#include "common/host/launch.h"
 #include "conv3d/gradients/head/head.h"
 #include "conv3d/gradients/head/plan.h"
 

@@ -13,8 +13,8 @@
 
 #include <type_traits>
 
-#include "common/async.cuh"
-#include "common/mma.cuh"
+#include "common/device/async.cuh"
+#include "common/device/mma.cuh"
 #include "conv3d/gradients/wgrad/params.h"
 #include "conv3d/gradients/wgrad/plan.h"
 

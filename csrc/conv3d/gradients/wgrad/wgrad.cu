@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
-#include "common/tensor_map.h"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
+#include "common/host/tensor_map.h"
 #include "conv3d/gradients/wgrad/kernel.cuh"
 #include "layout/split.cuh"
 

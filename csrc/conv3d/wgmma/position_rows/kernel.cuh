@@ -15,11 +15,11 @@
 
 #include <type_traits>
 
-#include "common/async.cuh"
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
-#include "common/pointwise.cuh"
-#include "common/wgmma.cuh"
+#include "common/device/async.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/pointwise.cuh"
+#include "common/device/wgmma.cuh"
 #include "conv3d/wgmma/common.cuh"
 #include "conv3d/wgmma/position_rows/normalize.cuh"
 #include "conv3d/wgmma/position_rows/params.h"

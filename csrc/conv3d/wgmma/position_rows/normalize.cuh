@@ -4,8 +4,8 @@
 // is.
 #pragma once
 
-#include "common/mma.cuh"
-#include "common/pointwise.cuh"
+#include "common/device/mma.cuh"
+#include "common/device/pointwise.cuh"
 #include "conv3d/wgmma/common.cuh"
 #include "conv3d/wgmma/position_rows/tile.cuh"
 

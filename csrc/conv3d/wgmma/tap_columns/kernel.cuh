@@ -12,9 +12,9 @@
 
 #include <cuda_runtime.h>
 
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
-#include "common/pointwise.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/pointwise.cuh"
 #include "conv3d/wgmma/common.cuh"
 #include "conv3d/wgmma/epilogue.cuh"
 #include "conv3d/wgmma/tap_columns/params.h"

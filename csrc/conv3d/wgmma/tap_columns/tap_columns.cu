@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "common/dependent_launch.cuh"
-#include "common/mma.cuh"
-#include "common/tensor_map.h"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/mma.cuh"
+#include "common/host/tensor_map.h"
 #include "conv3d/wgmma/pack.cuh"
 #include "conv3d/wgmma/tap_columns/kernel.cuh"
 

@@ -7,9 +7,9 @@
 
 #include <cuda_runtime.h>
 
-#include "common/async.cuh"
-#include "common/dtype.cuh"
-#include "common/reduce.cuh"
+#include "common/device/async.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/reduce.cuh"
 #include "conv3d/wgmma/transposed_norm/params.h"
 #include "conv3d/wgmma/transposed_norm/plan.h"
 

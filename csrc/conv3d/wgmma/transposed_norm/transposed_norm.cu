@@ -1,10 +1,10 @@
 // Launches of the transposed convolution with its norm, the packing of its weights and the copy of its input.
 #include "conv3d/wgmma/transposed_norm/transposed_norm.h"
 
-#include "common/dependent_launch.cuh"
-#include "common/launch.h"
-#include "common/mma.cuh"
-#include "common/tensor_map.h"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/mma.cuh"
+#include "common/host/launch.h"
+#include "common/host/tensor_map.h"
 #include "conv3d/norm_conv/scaled_half.cuh"
 #include "conv3d/norm_conv/scaled_half.h"
 #include "conv3d/wgmma/pack.cuh"

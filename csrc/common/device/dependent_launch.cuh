@@ -4,7 +4,7 @@
 
 #include <cuda_runtime.h>
 
-#include "common/launch.h"
+#include "common/host/launch.h"
 #include "common/status.h"
 
 namespace kgopt {

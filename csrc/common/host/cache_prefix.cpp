@@ -1,4 +1,4 @@
-#include "common/cache_prefix.h"
+#include "common/host/cache_prefix.h"
 
 #include <atomic>
 #include <mutex>

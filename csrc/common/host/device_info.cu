@@ -1,4 +1,4 @@
-#include "common/device_info.h"
+#include "common/host/device_info.h"
 
 #include <cuda_runtime.h>
 

@@ -1,5 +1,5 @@
 // What this binary was built with, and numbers that Python asks it for, as one line of JSON.
-#include "common/torch_utils.h"
+#include "common/host/torch_utils.h"
 #include "conv3d/choice/few_channels.h"
 
 #ifndef KGOPT_ARCHS

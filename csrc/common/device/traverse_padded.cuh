@@ -2,8 +2,8 @@
 // repeated around it: padding costs no pass of its own.
 #pragma once
 
+#include "common/device/traverse.cuh"
 #include "common/padded_shape.h"
-#include "common/traverse.cuh"
 
 namespace kgopt {
 

@@ -3,7 +3,7 @@
 // the few instructions more are hidden: SiLU takes more of them.
 #pragma once
 
-#include "common/pointwise.cuh"
+#include "common/device/pointwise.cuh"
 
 namespace kgopt {
 

@@ -249,7 +249,7 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 #include <cuda_runtime_api.h>
 
-#include "common/device_info.h"
+#include "common/host/device_info.h"
 
 namespace kgopt {
 

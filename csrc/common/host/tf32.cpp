@@ -1,4 +1,4 @@
-#include "common/tf32.h"
+#include "common/host/tf32.h"
 
 #include <atomic>
 

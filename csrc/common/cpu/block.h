@@ -9,8 +9,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "common/cpu_math.h"
-#include "common/torch_utils.h"
+#include "common/cpu/math.h"
+#include "common/host/torch_utils.h"
 
 namespace kgopt::cpu {
 

@@ -1,7 +1,7 @@
 // Scratch memory of one call: reserve the pieces, allocate once.
 #pragma once
 
-#include "common/torch_utils.h"
+#include "common/host/torch_utils.h"
 
 namespace kgopt {
 

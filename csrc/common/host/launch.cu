@@ -1,5 +1,5 @@
 // The part of a launch that is the same for every kernel. Host code only.
-#include "common/launch.h"
+#include "common/host/launch.h"
 
 #include <mutex>
 

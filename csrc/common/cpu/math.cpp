@@ -1,4 +1,4 @@
-#include "common/cpu_math.h"
+#include "common/cpu/math.h"
 
 #include <cmath>
 #include <cstring>

@@ -10,9 +10,9 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "common/dependent_launch.cuh"
-#include "common/dtype.cuh"
-#include "common/reduce.cuh"
+#include "common/device/dependent_launch.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/reduce.cuh"
 #include "common/status.h"
 #include "common/traverse_plan.h"
 
