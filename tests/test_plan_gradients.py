@@ -285,7 +285,9 @@ def test_few_channels_gradient_plans_refuse_with_a_reason(fragment: str, of: str
         assert fragment in plan(problem).refusal
 
 
-@pytest.mark.parametrize("item", [("float32", True), ("float32", False), ("bfloat16", True), ("float16", True)], ids=str)
+@pytest.mark.parametrize(
+    "item", [("float32", True), ("float32", False), ("bfloat16", True), ("float16", True)], ids=str
+)
 @pytest.mark.parametrize(
     ("n", "c_out", "size", "kernel", "padding"),
     [

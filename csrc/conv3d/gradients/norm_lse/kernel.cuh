@@ -2,9 +2,9 @@
 //   p  = dlse exp(r) / sum_channels exp(r)                        the gradient of r
 //   dz = p (1 - t^2) (t / 3 + 1/2)
 //   dy = p + rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
-// Two passes over x compute y alike, in registers: the first adds up dz and dz xhat, the second stores dy and, where the
-// plan is one for it, multiplies it for dx. y itself is never stored, so that neither pass reads more than x and dlse,
-// and what is rounded is dy alone.
+// Two passes over x compute y alike, in registers: the first adds up dz and dz xhat, the second stores dy and, where
+// the plan is one for it, multiplies it for dx. y itself is never stored, so that neither pass reads more than x and
+// dlse, and what is rounded is dy alone.
 //
 // Products and their operands are those of conv3d/few_channels/gather/kernel.cuh: rows are positions, columns all the
 // channels, so that what belongs to a position stays within four lanes. Of a strip a lane has neighbouring positions,
