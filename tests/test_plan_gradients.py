@@ -326,6 +326,7 @@ def test_plan_of_the_pass_that_makes_dy_and_dx(n, c_out, size, kernel, padding, 
         ("a dilation", {"dilation": (1, 2, 1)}),
         ("padding of the depth", {"padding": (1, 0, 0)}),
         ("8 input channels", {"c_in": 16}),
+        ("10^7 positions", {"size": (1, 5000, 5000)}),
         ("33 to 64", {"c_out": 32}),
     ],
 )

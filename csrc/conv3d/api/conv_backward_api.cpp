@@ -647,10 +647,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_lse_gradients
     p.conv.plan = plans->fused;
     dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
     p.dx.dx = dx.mutable_data_ptr();
-    planar_strides(dx, rank, &p.dx.stride_n, &p.dx.stride_c, p.dx.stride);
+    int64_t stride_c, strides[2];
+    planar_strides(dx, rank, &p.dx.stride_n, &stride_c, strides);
+    p.dx.stride_c = static_cast<int>(stride_c);
+    std::copy(strides, strides + 2, p.dx.stride);
     p.dx.pairs = shape.in[2] % 2 == 0 && shape.padding[2] % 2 == 0;
     Workspace frames(x);
-    const int64_t place = frames.reserve(norm_lse_frames(p.conv) * 4);
+    place_norm_lse_frames(p.conv, &p.dx);
+    const int64_t place = frames.reserve(shape.n * p.dx.frame_n * kNormLseDxChannels * 4);
     frames.allocate();
     p.dx.frames = frames.at<float>(place);
     raise_on_error(op, run_conv_norm_lse_store(p, stream));

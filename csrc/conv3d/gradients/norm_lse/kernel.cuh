@@ -195,9 +195,12 @@ __device__ __forceinline__ void norm_lse_put_dx(const ConvNormLseParams& q, int6
   if (unsigned(h) >= unsigned(p.in[1])) return;
   constexpr bool kHasOwn = sizeof(Element) == 2;
   const bool below = i >= plan.rows && h0 + plan.rows < p.out[1], above = i < 2 && h0 > 0;
-  const int64_t strip =
-      ((n * p.out[0] + d) * norm_lse_strips_h(p) + h0 / plan.rows) * norm_lse_strips_w(p) + w0 / kFewChannelsStrip;
-  float* const frame = q.dx.frames + strip * norm_lse_frame(plan.rows, kHasOwn) * kNormLseDxChannels + t * 2;
+  float* const frame =
+      q.dx.frames + (n * q.dx.frame_n) * kNormLseDxChannels +
+      (d * q.dx.frame_depth + w0 / kFewChannelsStrip * q.dx.frame_column + h0 * q.dx.frame_row) * kNormLseDxChannels +
+      t * 2;
+  Element* const dx = static_cast<Element*>(q.dx.dx) + n * q.dx.stride_n +
+                      (t * 2 * q.dx.stride_c + d * q.dx.stride[0] + h * q.dx.stride[1]);
 #pragma unroll 1
   for (int at = 2 * g;; at = kFewChannelsStrip) {
     int place = -1;  // in the frame
@@ -212,15 +215,18 @@ __device__ __forceinline__ void norm_lse_put_dx(const ConvNormLseParams& q, int6
       *reinterpret_cast<float2*>(to + kNormLseDxChannels) = make_float2(v[1][0], v[1][1]);
     } else {
       const int w = w0 + at + plan.origin[2];
-      Element* const to = static_cast<Element*>(q.dx.dx) + n * q.dx.stride_n + t * 2 * q.dx.stride_c +
-                          d * q.dx.stride[0] + h * q.dx.stride[1] + w;
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         if (t * 2 + k >= p.c_in) continue;
-        Element* const of_channel = to + k * q.dx.stride_c;
+        Element* const of_channel = dx + k * q.dx.stride_c + w;
         if (q.dx.pairs) {
-          const float pair[2] = {v[0][k], v[1][k]};
-          if (unsigned(w) < unsigned(p.in[2])) store_vec(of_channel, pack<Element>(pair));
+          if (unsigned(w) >= unsigned(p.in[2])) continue;
+          if constexpr (kHasOwn) {
+            const float pair[2] = {v[0][k], v[1][k]};
+            store_vec(of_channel, pack<Element>(pair));
+          } else {
+            *reinterpret_cast<float2*>(of_channel) = make_float2(v[0][k], v[1][k]);
+          }
         } else {
           if (unsigned(w) < unsigned(p.in[2])) of_channel[0] = from_acc<Element>(v[0][k]);
           if (unsigned(w + 1) < unsigned(p.in[2])) of_channel[1] = from_acc<Element>(v[1][k]);
@@ -244,11 +250,11 @@ __global__ void __launch_bounds__(kNormLseBorderThreads)
   constexpr int kChannels = kNormLseDxChannels;
   constexpr bool kHasOwn = sizeof(Element) == 2;
   const FewChannelsParams& p = q.conv;
-  const int rows = p.plan.rows, frame = norm_lse_frame(rows, kHasOwn);
+  const int rows = p.plan.rows;
   const int strips_h = norm_lse_strips_h(p), strips_w = norm_lse_strips_w(p);
   const int of_rows = (strips_h - 1) * 2 * p.in[2], all = norm_lse_shared_positions(p);
   const int64_t n = blockIdx.x / p.out[0], d = blockIdx.x % p.out[0];
-  const float* const frames = q.dx.frames + blockIdx.x * int64_t(strips_h) * strips_w * frame * kChannels;
+  const float* const frames = q.dx.frames + (n * q.dx.frame_n + d * q.dx.frame_depth) * kChannels;
   Element* const dx = static_cast<Element*>(q.dx.dx) + n * q.dx.stride_n + d * q.dx.stride[0];
   for (int i = blockIdx.y * kNormLseBorderThreads + threadIdx.x; i < all; i += gridDim.y * kNormLseBorderThreads) {
     int h, w;
@@ -270,8 +276,8 @@ __global__ void __launch_bounds__(kNormLseBorderThreads)
     Element* const to = dx + h * q.dx.stride[1] + w;
     float sums[kChannels] = {};
     auto add = [&](int from_h, int from_w, int place) {
-      const float4* const from =
-          reinterpret_cast<const float4*>(frames + ((int64_t(from_h) * strips_w + from_w) * frame + place) * kChannels);
+      const int strip = from_w * q.dx.frame_column + from_h * rows * q.dx.frame_row;
+      const float4* const from = reinterpret_cast<const float4*>(frames + (strip + place) * kChannels);
       const float4 a = from[0], b = from[1];
       const float v[kChannels] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll

@@ -47,11 +47,15 @@ KGOPT_HD constexpr int norm_lse_dx_bytes(ConvMath math) {
   return norm_lse_dx_weight_bytes(math) + carried;
 }
 
+// Rows of the width are dense in dx. Frames lie as [n, depth, strips across, strips down], each strip's at its first
+// row of dy times frame_row, so that nothing is divided; in positions of eight fp32 values.
 struct NormLseDx {
-  void* dx;                               // null: it is made elsewhere
-  float* frames;                          // [n, depth, strips down, strips across, norm_lse_frame, 8]
-  int64_t stride_n, stride_c, stride[2];  // rows of the width are dense
-  bool pairs;                             // two positions that begin at an even one of the strips are aligned
+  void* dx;  // null: it is made elsewhere
+  float* frames;
+  int64_t stride_n, frame_n;
+  int stride_c, stride[2];
+  int frame_row, frame_column, frame_depth;  // from row to row, to the next strip across, to the next depth
+  bool pairs;                                // two positions that begin at an even one of the strips are aligned
 };
 
 // Passed by value as a __grid_constant__.
@@ -72,10 +76,12 @@ KGOPT_HD int norm_lse_strips_w(const FewChannelsParams& p) {
 KGOPT_HD int norm_lse_shared_positions(const FewChannelsParams& p) {
   return (norm_lse_strips_h(p) - 1) * 2 * p.in[2] + p.in[1] * (norm_lse_strips_w(p) - 1) * 2;
 }
-// In fp32 values.
-inline int64_t norm_lse_frames(const FewChannelsParams& p) {
-  const int64_t frame = norm_lse_frame(p.plan.rows, conv_channels_per_word(p.plan.math) == 2) * kNormLseDxChannels;
-  return p.n * p.out[0] * norm_lse_strips_h(p) * norm_lse_strips_w(p) * frame;
+inline void place_norm_lse_frames(const FewChannelsParams& p, NormLseDx* dx) {
+  const int rows = p.plan.rows, frame = norm_lse_frame(rows, conv_channels_per_word(p.plan.math) == 2);
+  dx->frame_row = (frame + rows - 1) / rows;
+  dx->frame_column = norm_lse_strips_h(p) * rows * dx->frame_row;
+  dx->frame_depth = norm_lse_strips_w(p) * dx->frame_column;
+  dx->frame_n = int64_t(p.out[0]) * dx->frame_depth;
 }
 
 // Cycles that a warpgroup takes for a row of 64 positions, beside two others, measured on an H200.
@@ -104,7 +110,10 @@ inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& lim
     }
     if (q.padding[0] != 0) return refuse("a padding of the depth");
     if (q.c_in > kNormLseDxChannels) return refuse("more than 8 input channels");
-    if (double(q.in[1]) * double(q.in[2]) > 1e9) return refuse("planes of more than 10^9 positions");
+    const double strips = double(q.out[1]) * double(q.out[2] + kFewChannelsStrip - 1);
+    if (double(q.in[0]) * std::max(double(q.in[1]) * double(q.in[2]), strips) > 2e7) {
+      return refuse("more than 2 * 10^7 positions, which 32 bits of an offset in frames bound");
+    }
   }
   const ConvMath math = conv_math(q);
   q.epilogue = ConvEpilogue::kStore;
