@@ -173,69 +173,67 @@ __device__ __forceinline__ void norm_lse_dx_products(const float (&dy)[kNormLseC
   }
 }
 
-// Row i of those that the strip at (d, h0, w0) of dy reaches in dx: taps of the width are added up, and the sums go to
-// dx or, where other strips reach them too, to the strip's frame. Called by whole warps.
+// Row i of those that a strip of dy from row h0 on reaches in dx: taps of the width are added up, and the sums go to dx
+// or, where other strips reach them too, to the strip's frame. w: of dy, the lane's first position. dx, frame: of the
+// lane's channels where they are stored, the first row's first position. Called by whole warps.
 template <typename Element>
-__device__ __forceinline__ void norm_lse_put_dx(const ConvNormLseParams& q, int64_t n, int d, int h0, int w0, int i,
-                                                const float (&row)[kNormLseDxRow]) {
+__device__ __forceinline__ void norm_lse_put_dx(const ConvNormLseParams& q, Element* dx, float* frame, int h0, int w,
+                                                int t, int i, const float (&row)[kNormLseDxRow]) {
+  constexpr bool kHasOwn = sizeof(Element) == 2;
   const FewChannelsParams& p = q.conv;
-  const FewChannelsPlan& plan = p.plan;
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  // Positions 2 g and 2 g + 1 of those that the strip reaches, and what lane 7's reach beyond.
+  const int rows = p.plan.rows, at = w % kFewChannelsStrip;  // strips begin at multiples of their width
+  // Positions `at` and at + 1 of those that the strip reaches, and what the last lanes' reach beyond.
   float v[2][2], beyond[2][2];
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
     beyond[0][k] = row[6 + k] + row[8 + k], beyond[1][k] = row[10 + k];
     const float first = __shfl_up_sync(0xffffffffu, beyond[0][k], 4);
     const float second = __shfl_up_sync(0xffffffffu, beyond[1][k], 4);
-    v[0][k] = row[k] + (g > 0 ? first : 0.f);
-    v[1][k] = row[2 + k] + row[4 + k] + (g > 0 ? second : 0.f);
+    v[0][k] = row[k] + (at > 0 ? first : 0.f);
+    v[1][k] = row[2 + k] + row[4 + k] + (at > 0 ? second : 0.f);
   }
-  const int h = h0 + i + plan.origin[1];
-  if (unsigned(h) >= unsigned(p.in[1])) return;
-  constexpr bool kHasOwn = sizeof(Element) == 2;
-  const bool below = i >= plan.rows && h0 + plan.rows < p.out[1], above = i < 2 && h0 > 0;
-  float* const frame =
-      q.dx.frames + (n * q.dx.frame_n) * kNormLseDxChannels +
-      (d * q.dx.frame_depth + w0 / kFewChannelsStrip * q.dx.frame_column + h0 * q.dx.frame_row) * kNormLseDxChannels +
-      t * 2;
-  Element* const dx = static_cast<Element*>(q.dx.dx) + n * q.dx.stride_n +
-                      (t * 2 * q.dx.stride_c + d * q.dx.stride[0] + h * q.dx.stride[1]);
-#pragma unroll 1
-  for (int at = 2 * g;; at = kFewChannelsStrip) {
-    int place = -1;  // in the frame
-    if (below || (at == kFewChannelsStrip && w0 + kFewChannelsStrip < p.out[2])) {
-      place = i >= plan.rows ? (i - plan.rows) * kNormLseReach + at : kNormLseFrameColumns + i * 2;
-    } else if (kHasOwn && (above || (at == 0 && w0 > 0))) {
-      place = norm_lse_own_frame(plan.rows) + (above ? i * kNormLseReach + at : kNormLseFrameColumns + i * 2);
-    }
-    if (place >= 0) {
-      float* const to = frame + place * kNormLseDxChannels;
-      *reinterpret_cast<float2*>(to) = make_float2(v[0][0], v[0][1]);
-      *reinterpret_cast<float2*>(to + kNormLseDxChannels) = make_float2(v[1][0], v[1][1]);
-    } else {
-      const int w = w0 + at + plan.origin[2];
+  if (unsigned(h0 + i + p.plan.origin[1]) >= unsigned(p.in[1])) return;
+  auto to_frame = [&](int place, const float (&u)[2][2]) {
+    float* const to = frame + place * kNormLseDxChannels;
+    *reinterpret_cast<float2*>(to) = make_float2(u[0][0], u[0][1]);
+    *reinterpret_cast<float2*>(to + kNormLseDxChannels) = make_float2(u[1][0], u[1][1]);
+  };
+  auto to_dx = [&](int from, const float (&u)[2][2]) {
+    const int place = w + from + p.plan.origin[2];
+    Element* to = dx + (i * q.dx.stride[1] + from);
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        if (t * 2 + k >= p.c_in) continue;
-        Element* const of_channel = dx + k * q.dx.stride_c + w;
-        if (q.dx.pairs) {
-          if (unsigned(w) >= unsigned(p.in[2])) continue;
-          if constexpr (kHasOwn) {
-            const float pair[2] = {v[0][k], v[1][k]};
-            store_vec(of_channel, pack<Element>(pair));
-          } else {
-            *reinterpret_cast<float2*>(of_channel) = make_float2(v[0][k], v[1][k]);
-          }
+    for (int k = 0; k < 2; ++k, to += q.dx.stride_c) {
+      const bool is_channel = t * 2 + k < p.c_in;
+      if (q.dx.pairs) {
+        if (!is_channel || unsigned(place) >= unsigned(p.in[2])) continue;
+        if constexpr (kHasOwn) {
+          const float pair[2] = {u[0][k], u[1][k]};
+          store_vec(to, pack<Element>(pair));
         } else {
-          if (unsigned(w) < unsigned(p.in[2])) of_channel[0] = from_acc<Element>(v[0][k]);
-          if (unsigned(w + 1) < unsigned(p.in[2])) of_channel[1] = from_acc<Element>(v[1][k]);
+          *reinterpret_cast<float2*>(to) = make_float2(u[0][k], u[1][k]);
         }
+      } else {
+        if (is_channel && unsigned(place) < unsigned(p.in[2])) to[0] = from_acc<Element>(u[0][k]);
+        if (is_channel && unsigned(place + 1) < unsigned(p.in[2])) to[1] = from_acc<Element>(u[1][k]);
       }
     }
-    if (at != kFewChannelsStrip - 2) break;
-#pragma unroll
-    for (int k = 0; k < 2; ++k) v[0][k] = beyond[0][k], v[1][k] = beyond[1][k];
+  };
+  const bool below = i >= rows && h0 + rows < p.out[1];
+  [[maybe_unused]] const bool above = i < 2 && h0 > 0;
+  if (below) {
+    to_frame((i - rows) * kNormLseReach + at, v);
+  } else if (kHasOwn && (above || (at == 0 && w > 0))) {
+    to_frame(norm_lse_own_frame(rows) + (above ? i * kNormLseReach + at : kNormLseFrameColumns + i * 2), v);
+  } else {
+    to_dx(0, v);
+  }
+  if (at != kFewChannelsStrip - 2) return;
+  if (below || w + 2 < p.out[2]) {
+    to_frame(i >= rows ? (i - rows) * kNormLseReach + kFewChannelsStrip : kNormLseFrameColumns + i * 2, beyond);
+  } else if (kHasOwn && above) {
+    to_frame(norm_lse_own_frame(rows) + i * kNormLseReach + kFewChannelsStrip, beyond);
+  } else {
+    to_dx(2, beyond);
   }
 }
 
@@ -412,6 +410,8 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     [[maybe_unused]] const int steps = (plan.k_words + 7) / 8;
     const int64_t positions = int64_t(p.out[0]) * p.out[1] * p.out[2];
     const float* const dlse = q.dlse + n * positions;
+    [[maybe_unused]] Element* const dx = static_cast<Element*>(q.dx.dx) + n * q.dx.stride_n;
+    [[maybe_unused]] float* const frames = q.dx.frames + n * q.dx.frame_n * kNormLseDxChannels;
 
     [[maybe_unused]] float sums[kStore ? 1 : 16][2] = {};
     // Of the two rows of dx that the next rows of dy add to.
@@ -436,8 +436,14 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
         // The four warps of a warpgroup go together, wherever their strips end.
         const int out_rows = plan.segments == 1 ? rows : plan.rows;
         uint32_t base = shared_address(halo + stage * stage_words) + strip.x + lane_bytes;
+        [[maybe_unused]] int dx_at, frame_at;
         if constexpr (kStore) {
           if (makes_dx) {
+            dx_at = t * 2 * q.dx.stride_c + d * q.dx.stride[0] + (h0 + plan.origin[1]) * q.dx.stride[1] + w +
+                    plan.origin[2];
+            frame_at = (d * q.dx.frame_depth + w / kFewChannelsStrip * q.dx.frame_column + h0 * q.dx.frame_row) *
+                           kNormLseDxChannels +
+                       t * 2;
             const float zeros[kNormLseDxRow] = {};
             carried.store(0, zeros);
             carried.store(1, zeros);
@@ -605,7 +611,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
             if (row >= rows || !inside || w - 2 * g >= p.out[2]) continue;
             // Behind the strip's last row come those that only its rows reach.
             for (int i = row;; ++i) {
-              norm_lse_put_dx<Element>(q, n, d, h0, w - 2 * g, i, done);
+              norm_lse_put_dx<Element>(q, dx + dx_at, frames + frame_at, h0, w, t, i, done);
               if (row + 1 < rows || i == row + kNormLseTaps - 1) break;
               carried.take(i - row, done);
             }
