@@ -87,3 +87,13 @@ def check(pipeline, y, args, options):
         assert error <= 2 * torchs + rounding * mean_tolerance(args), (error, torchs)
     else:
         assert_as_good_as_torch(y, expected, exact)
+
+
+def kernels_of(run):
+    """The names of what runs on the GPU."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return " ".join(event.name for event in profile.events())

@@ -28,6 +28,7 @@ CONV_PLANS = (
     "plan_wgrad",
     "plan_few_wgrad",
     "plan_few_dgrad",
+    "plan_conv_norm_lse",
     "predict_conv",
 )
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from kgopt import functional
 from opcases import NAMES, small_calls
+from pipeline_cases import kernels_of
 
 pytestmark = pytest.mark.gpu
 OPS = torch.ops.kgopt
@@ -156,16 +157,6 @@ def test_explain_group_norm_conv_says_how():
         explain(volume, 64, "silu", moments=True, layout=last, backend="kgopt")
     )
     assert explain(volume, 64, layout=last, backend="aten") == "two ops: backend is 'aten'"
-
-
-def kernels_of(run):
-    """The names of what runs on the GPU."""
-    run()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    return " ".join(event.name for event in profile.events())
 
 
 # pipeline, x, output channels, kernel, norm groups, what explain_conv says, the kernel that it means

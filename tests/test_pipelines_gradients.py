@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from kgopt import accuracy, reference
 from kgopt.ops import pipelines
-from pipeline_cases import CASES, PIPELINES, gradients, last_format, make, upcast
+from pipeline_cases import CASES, PIPELINES, gradients, kernels_of, last_format, make, upcast
 from tolerances import relative_error, round_tf32
 
 
@@ -240,6 +240,7 @@ LSE_MADE = {
     "odd": (5, 8, 40, 5, (11, 40), (2, 3), 0, 1),
     "one by one": (2, 8, 48, 4, (9, 32), (1, 1), 0, 1),
     "wide": (2, 8, 64, 1, (7, 200), (3, 3), (1, 0), 1),
+    "tall": (2, 8, 64, 8, (45, 40), (3, 1), (2, 0), 1),
     "large": (2, 8, 64, 16, (24, 64), (3, 3), 0, 1),
     "strided": (3, 8, 64, 8, (25, 40), (3, 3), (1, 1), (2, 1)),
 }
@@ -289,6 +290,29 @@ def test_third_pipelines_gradients_without_the_output(case, precision, monkeypat
         error, bar = relative_error(m, e), accuracy.allowed(dtype, relative_error(t, e), relative_error(i, e))
         assert m.dtype == t.dtype
         assert error <= bar, (name, error, bar)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="Hopper's")
+@pytest.mark.parametrize("precision", ["tf32", "fp32", "bf16"])
+@pytest.mark.parametrize("dilation", [1, (2, 1)])
+def test_third_pipelines_dx_comes_from_the_pass_that_makes_dy(dilation, precision, monkeypatch):
+    """Where that is not for such a convolution, from dy in memory."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    x, weight = torch.randn(2, 8, 45, 40, device="cuda"), torch.randn(64, 8, 3, 3, device="cuda")
+    leaves = [t.to(dtype).requires_grad_() for t in (x, weight, *torch.randn(3, 64, device="cuda"))]
+    x, weight, bias, gamma, beta = leaves
+    function = PIPELINES["logsumexp"][0]
+
+    def step():
+        y = function(x, weight, bias, 8, gamma, beta, dilation=dilation, backend="kgopt")
+        return torch.autograd.grad(y.sum(), leaves)
+
+    names = kernels_of(step)
+    assert "conv_norm_lse_kernel" in names
+    assert ("norm_lse_dx_borders_kernel" in names) == (dilation == 1)
+    assert ("conv_few_dgrad_kernel" in names) == (dilation != 1)
 
 
 @pytest.mark.gpu

@@ -286,6 +286,57 @@ def test_few_channels_gradient_plans_refuse_with_a_reason(fragment: str, of: str
 
 
 @pytest.mark.parametrize(
+    "item", [("float32", True), ("float32", False), ("bfloat16", True), ("float16", True)], ids=str
+)
+@pytest.mark.parametrize(
+    ("n", "c_out", "size", "kernel", "padding"),
+    [
+        (128, 64, (1, 128, 128), (1, 3, 3), (0, 0, 0)),
+        (3, 64, (1, 17, 40), (1, 3, 3), (0, 1, 1)),
+        (5, 40, (2, 11, 40), (1, 2, 3), (0, 0, 1)),
+        (2, 48, (1, 3, 700), (1, 1, 1), (0, 0, 0)),
+    ],
+)
+def test_plan_of_the_pass_that_makes_dy_and_dx(n, c_out, size, kernel, padding, item) -> None:
+    """Strips of four rows and more, or of all, beside which the weights for dx and what is carried fit."""
+    dtype, allow_tf32 = item
+    problem, output = make_problem(
+        8, c_out, size, kernel=kernel, padding=padding, n=n, dtype=dtype, allow_tf32=allow_tf32, planar=True
+    )
+    limits = GPUS["h200"]
+    alone = dev.plan_conv_norm_lse(problem, limits)
+    plan = dev.plan_conv_norm_lse(problem, limits, makes_dx=True)
+    assert alone.refusal is None
+    assert plan.refusal is None
+    assert plan.rows >= min(4, output[1])
+    weights, carried = 64 * 72 * (2 if dtype != "float32" else 4 if allow_tf32 else 8), 384 * 24 * 4
+    stages = plan.stages * (plan.words // 4 + plan.zero_plane) * plan.plane * 4
+    own = 64 * plan.k_steps * 8 * 4 * (1 if allow_tf32 else 2)
+    exact = dtype == "float32" and allow_tf32
+    assert weights + (0 if exact else carried) + stages + own <= plan.smem_bytes
+    assert plan.smem_bytes <= limits.smem_per_block
+
+
+@pytest.mark.parametrize(
+    ("fragment", "kwargs"),
+    [
+        ("a stride", {"stride": (1, 2, 1)}),
+        ("deeper", {"size": (4, 20, 40), "kernel": (2, 3, 3)}),
+        ("deeper", {"kernel": (1, 4, 3)}),
+        ("a dilation", {"dilation": (1, 2, 1)}),
+        ("padding of the depth", {"padding": (1, 0, 0)}),
+        ("8 input channels", {"c_in": 16}),
+        ("10^7 positions", {"size": (1, 5000, 5000)}),
+        ("33 to 64", {"c_out": 32}),
+    ],
+)
+def test_the_pass_that_makes_dy_and_dx_refuses_with_a_reason(fragment: str, kwargs: dict) -> None:
+    arguments = {"c_in": 8, "c_out": 64, "size": (1, 20, 40), "kernel": (1, 3, 3), "n": 4, "planar": True}
+    problem, _ = make_problem(**{**arguments, **kwargs})
+    assert fragment in dev.plan_conv_norm_lse(problem, makes_dx=True).refusal
+
+
+@pytest.mark.parametrize(
     ("n", "c_in", "c_out", "size", "kernel"),
     [
         (128, 3, 24, (24, 32, 32), (3, 3, 3)),

@@ -16,6 +16,7 @@
 #include "conv3d/choice/choice.h"
 #include "conv3d/choice/gradients.h"
 #include "conv3d/choice/measured.h"
+#include "conv3d/gradients/norm_lse/params.h"
 #include "conv3d/implicit_gemm/plan.h"
 #include "conv3d/norm_conv/plan.h"
 #include "conv3d/norm_conv/scaled_half_params.h"
@@ -600,6 +601,8 @@ void bind_conv(py::module_& m) {
         py::arg("makes_dy") = false);
   m.def("plan_few_dgrad", &plan_few_dgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("dy_is_made") = false);
+  m.def("plan_conv_norm_lse", &plan_conv_norm_lse, py::arg("problem"), py::arg("limits") = DeviceLimits{},
+        py::arg("makes_dx") = false);
   m.def("plan_made_gradients", &plan_made_gradients, py::arg("problem"), py::arg("limits"), py::arg("with_dx"),
         py::arg("most_samples"));
   m.def("plan_head_gradient", &plan_head_gradient, py::arg("problem"), py::arg("limits") = DeviceLimits{});

@@ -642,13 +642,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_lse_gradients
   p.conv.y_stride_n = dy.stride(0);
   p.conv.stored_stride_c = dy.stride(1);
   spatial_strides(dy, rank, p.conv.y_stride);
-  raise_on_error(op, run_conv_norm_lse_store(p, stream));
+  const bool fused = mask[0] && !plans->fused.refusal;
+  if (fused) {
+    p.conv.plan = plans->fused;
+    dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
+    p.dx.dx = dx.mutable_data_ptr();
+    int64_t stride_c, strides[2];
+    planar_strides(dx, rank, &p.dx.stride_n, &stride_c, strides);
+    p.dx.stride_c = static_cast<int>(stride_c);
+    std::copy(strides, strides + 2, p.dx.stride);
+    p.dx.pairs = shape.in[2] % 2 == 0 && shape.padding[2] % 2 == 0;
+    Workspace frames(x);
+    place_norm_lse_frames(p.conv, &p.dx);
+    const int64_t place = frames.reserve(shape.n * p.dx.frame_n * kNormLseDxChannels * 4);
+    frames.allocate();
+    p.dx.frames = frames.at<float>(place);
+    raise_on_error(op, run_conv_norm_lse_store(p, stream));
+    raise_on_error(op, run_norm_lse_dx_borders(p, stream));
+  } else {
+    raise_on_error(op, run_conv_norm_lse_store(p, stream));
+  }
   if (mask[1] || mask[2]) {
     std::optional<Tensor> sums;
     std::tie(dweight, sums) = conv_few_wgrad(op, dy, planes, weight, shape, plans->dweight, mask[2]);
     if (sums) dbias = *sums;
   }
-  if (mask[0]) dx = conv_few_dgrad(op, dy, planes, weight, shape, plans->dx);
+  if (mask[0] && !fused) dx = conv_few_dgrad(op, dy, planes, weight, shape, plans->dx);
   return {dx, mask[1] ? dweight : none, dbias, std::get<0>(affine), std::get<1>(affine)};
 }
 

@@ -2,8 +2,9 @@
 //   p  = dlse exp(r) / sum_channels exp(r)                        the gradient of r
 //   dz = p (1 - t^2) (t / 3 + 1/2)
 //   dy = p + rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
-// Two passes over x compute y alike, in registers: the first adds up dz and dz xhat, the second stores dy. y itself is
-// never stored, so that neither pass reads more than x and dlse, and what is rounded is dy alone.
+// Two passes over x compute y alike, in registers: the first adds up dz and dz xhat, the second stores dy and, where
+// the plan is one for it, multiplies it for dx. y itself is never stored, so that neither pass reads more than x and
+// dlse, and what is rounded is dy alone.
 //
 // Products and their operands are those of conv3d/few_channels/gather/kernel.cuh: rows are positions, columns all the
 // channels, so that what belongs to a position stays within four lanes. Of a strip a lane has neighbouring positions,
@@ -24,6 +25,283 @@
 #include "groupnorm/shared/affine_row.cuh"
 
 namespace kgopt {
+
+#if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Weights for dx, in the blocks of wgmma.cuh: columns are (tap, input channel), K output channels, in the order in
+// which the accumulators of dy have them: in TF32 words t and t + 4 of a step are the neighbours 2 t and 2 t + 1.
+template <ConvMath kMath>
+__device__ __forceinline__ void norm_lse_load_dx_weights(const FewChannelsParams& p, uint32_t* weights, int thread) {
+  using Traits = ConvMathTraits<kMath>;
+  using Raw = std::conditional_t<Traits::kPerWord == 2, unsigned short, float>;
+  constexpr int kWords = norm_lse_dx_steps(kMath) * kNormLseDxColumns * 8;
+#pragma unroll 3
+  for (int i = thread; i < kWords; i += kNormLseThreads) {
+    // As they lie there: four words of a column, eight columns, the other four words, eight columns more.
+    const int word = (i >> 5 & 1) * 4 + (i & 3), at = i >> 6, block = at % (kNormLseDxColumns / 8);
+    const int step = at / (kNormLseDxColumns / 8), c = i >> 2 & 7, h = block / kNormLseTaps, w = block % kNormLseTaps;
+    const bool is_there = c < p.c_in && h < p.plan.kernel[1] && w < p.plan.kernel[2];
+    const Raw* const from = static_cast<const Raw*>(p.weight) +
+                            (is_there ? c * p.w_stride_in + h * p.w_stride_k[1] + w * p.w_stride_k[2] : 0);
+    auto read = [&](int c_out) { return is_there && c_out < p.c_out ? from[c_out * p.w_stride_out] : Raw(); };
+    if constexpr (Traits::kPerWord == 2) {
+      const int c_out = step * 16 + word * 2;
+      weights[i] = uint32_t(read(c_out)) | uint32_t(read(c_out + 1)) << 16;
+    } else {
+      const float v = read(step * 8 + (word & 3) * 2 + (word >> 2));
+      if constexpr (Traits::kSplit == 2) {
+        split_for_tf32(v, &weights[i], &weights[i + kWords]);
+      } else {
+        weights[i] = to_tf32(v);
+      }
+    }
+  }
+}
+
+// Of a lane, the two rows of dx that the next rows of dy add to.
+template <bool kInShared>
+struct NormLseCarried {
+  float rows[2][kNormLseDxRow];
+
+  __device__ __forceinline__ NormLseCarried(uint32_t*, int) {}
+  __device__ __forceinline__ void load(int row, float (&to)[kNormLseDxRow]) const {
+#pragma unroll
+    for (int i = 0; i < kNormLseDxRow; ++i) to[i] = rows[row][i];
+  }
+  // Row 0, then row 1, each once: by a number that is known at run time alone.
+  __device__ __forceinline__ void take(int, float (&to)[kNormLseDxRow]) {
+    load(0, to);
+    store(0, rows[1]);
+  }
+  __device__ __forceinline__ void store(int row, const float (&from)[kNormLseDxRow]) {
+#pragma unroll
+    for (int i = 0; i < kNormLseDxRow; ++i) rows[row][i] = from[i];
+  }
+};
+template <>
+struct NormLseCarried<true> {
+  static constexpr int kVectors = kNormLseDxRow / 4, kStep = 128 * kNormLseConsumers;
+  float4* at;
+
+  __device__ __forceinline__ NormLseCarried(uint32_t* smem, int thread)
+      : at(reinterpret_cast<float4*>(smem) + thread) {}
+  __device__ __forceinline__ void load(int row, float (&to)[kNormLseDxRow]) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const float4 v = at[(row * kVectors + i) * kStep];
+      to[i * 4] = v.x, to[i * 4 + 1] = v.y, to[i * 4 + 2] = v.z, to[i * 4 + 3] = v.w;
+    }
+  }
+  __device__ __forceinline__ void take(int row, float (&to)[kNormLseDxRow]) const { load(row, to); }
+  __device__ __forceinline__ void store(int row, const float (&v)[kNormLseDxRow]) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      at[(row * kVectors + i) * kStep] = make_float4(v[i * 4], v[i * 4 + 1], v[i * 4 + 2], v[i * 4 + 3]);
+    }
+  }
+};
+
+// dy of a warpgroup's 64 positions, as its accumulators lie, times the weights: done becomes the row of dx that no
+// later row of dy reaches, carried the two behind it.
+template <ConvMath kMath, typename Carried>
+__device__ __forceinline__ void norm_lse_dx_products(const float (&dy)[kNormLseColumns / 2], uint32_t b_first,
+                                                     float (&done)[kNormLseDxRow], Carried& carried) {
+  using Traits = ConvMathTraits<kMath>;
+  constexpr WgmmaType kType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
+                              : kMath == ConvMath::kFp16 ? WgmmaType::kFp16
+                                                         : WgmmaType::kTf32;
+  constexpr int kSteps = norm_lse_dx_steps(kMath), kBStep = kNormLseDxColumns * 8 * 4 / 16;
+  // The tensor core truncates when it adds to its accumulator: with fp32 accuracy, sums of few steps.
+  constexpr int kBatch = Traits::kSplit == 2 ? 4 : kSteps;
+#pragma unroll
+  for (int first = 0; first < kSteps; first += kBatch) {
+    uint32_t a[kBatch][4], low[Traits::kSplit == 2 ? kBatch : 1][4];
+#pragma unroll
+    for (int s = 0; s < kBatch; ++s) {
+      if constexpr (Traits::kPerWord == 2) {
+        using Element = typename Traits::Element;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* const v = dy + (first + s) * 8 + i * 2;
+          const float pair[2] = {v[0], v[1]};
+          const Vec<Element, 2> packed = pack<Element>(pair);
+          a[s][i] = *reinterpret_cast<const uint32_t*>(&packed);
+        }
+      } else {
+        constexpr int kFrom[4] = {0, 2, 1, 3};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float v = dy[(first + s) * 4 + kFrom[i]];
+          if constexpr (Traits::kSplit == 2) {
+            split_for_tf32(v, &a[s][i], &low[s][i]);
+          } else {
+            a[s][i] = round_for_tf32(v);
+          }
+        }
+      }
+    }
+    float d[kNormLseDxColumns / 2];
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < kBatch; ++s) {
+      const uint32_t b = b_first + (first + s) * kBStep;
+      if constexpr (Traits::kSplit == 2) {
+        wgmma<kType, kNormLseDxColumns>(d, low[s], b, s > 0);
+        wgmma<kType, kNormLseDxColumns>(d, a[s], b + kSteps * kBStep, true);
+      }
+      wgmma<kType, kNormLseDxColumns>(d, a[s], b, Traits::kSplit == 2 || s > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_use(d);
+    float row[kNormLseDxRow], next[kNormLseDxRow];
+    if (first == 0) {
+      carried.load(0, done);
+      carried.load(1, row);
+    } else {
+      carried.load(0, row);
+      carried.load(1, next);
+    }
+#pragma unroll
+    for (int i = 0; i < kNormLseDxRow; ++i) {
+      done[i] += d[i];
+      row[i] += d[kNormLseDxRow + i];
+      next[i] = first == 0 ? d[2 * kNormLseDxRow + i] : next[i] + d[2 * kNormLseDxRow + i];
+    }
+    carried.store(0, row);
+    carried.store(1, next);
+  }
+}
+
+// Row i of those that a strip of dy from row h0 on reaches in dx: taps of the width are added up, and the sums go to dx
+// or, where other strips reach them too, to the strip's frame. w: of dy, the lane's first position. dx, frame: of the
+// lane's channels where they are stored, the first row's first position. Called by whole warps.
+template <typename Element>
+__device__ __forceinline__ void norm_lse_put_dx(const ConvNormLseParams& q, Element* dx, float* frame, int h0, int w,
+                                                int t, int i, const float (&row)[kNormLseDxRow]) {
+  constexpr bool kHasOwn = sizeof(Element) == 2;
+  const FewChannelsParams& p = q.conv;
+  const int rows = p.plan.rows, at = w % kFewChannelsStrip;  // strips begin at multiples of their width
+  // Positions `at` and at + 1 of those that the strip reaches, and what the last lanes' reach beyond.
+  float v[2][2], beyond[2][2];
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    beyond[0][k] = row[6 + k] + row[8 + k], beyond[1][k] = row[10 + k];
+    const float first = __shfl_up_sync(0xffffffffu, beyond[0][k], 4);
+    const float second = __shfl_up_sync(0xffffffffu, beyond[1][k], 4);
+    v[0][k] = row[k] + (at > 0 ? first : 0.f);
+    v[1][k] = row[2 + k] + row[4 + k] + (at > 0 ? second : 0.f);
+  }
+  if (unsigned(h0 + i + p.plan.origin[1]) >= unsigned(p.in[1])) return;
+  auto to_frame = [&](int place, const float (&u)[2][2]) {
+    float* const to = frame + place * kNormLseDxChannels;
+    *reinterpret_cast<float2*>(to) = make_float2(u[0][0], u[0][1]);
+    *reinterpret_cast<float2*>(to + kNormLseDxChannels) = make_float2(u[1][0], u[1][1]);
+  };
+  auto to_dx = [&](int from, const float (&u)[2][2]) {
+    const int place = w + from + p.plan.origin[2];
+    Element* to = dx + (i * q.dx.stride[1] + from);
+#pragma unroll
+    for (int k = 0; k < 2; ++k, to += q.dx.stride_c) {
+      const bool is_channel = t * 2 + k < p.c_in;
+      if (q.dx.pairs) {
+        if (!is_channel || unsigned(place) >= unsigned(p.in[2])) continue;
+        if constexpr (kHasOwn) {
+          const float pair[2] = {u[0][k], u[1][k]};
+          store_vec(to, pack<Element>(pair));
+        } else {
+          *reinterpret_cast<float2*>(to) = make_float2(u[0][k], u[1][k]);
+        }
+      } else {
+        if (is_channel && unsigned(place) < unsigned(p.in[2])) to[0] = from_acc<Element>(u[0][k]);
+        if (is_channel && unsigned(place + 1) < unsigned(p.in[2])) to[1] = from_acc<Element>(u[1][k]);
+      }
+    }
+  };
+  const bool below = i >= rows && h0 + rows < p.out[1];
+  [[maybe_unused]] const bool above = i < 2 && h0 > 0;
+  if (below) {
+    to_frame((i - rows) * kNormLseReach + at, v);
+  } else if (kHasOwn && (above || (at == 0 && w > 0))) {
+    to_frame(norm_lse_own_frame(rows) + (above ? i * kNormLseReach + at : kNormLseFrameColumns + i * 2), v);
+  } else {
+    to_dx(0, v);
+  }
+  if (at != kFewChannelsStrip - 2) return;
+  if (below || w + 2 < p.out[2]) {
+    to_frame(i >= rows ? (i - rows) * kNormLseReach + kFewChannelsStrip : kNormLseFrameColumns + i * 2, beyond);
+  } else if (kHasOwn && above) {
+    to_frame(norm_lse_own_frame(rows) + i * kNormLseReach + kFewChannelsStrip, beyond);
+  } else {
+    to_dx(2, beyond);
+  }
+}
+
+#endif
+
+// Adds up what two or four strips of dy reach of dx, always in the same order. A thread has a position with all its
+// channels: first those of rows that two strips reach, then, of the other rows, those of columns.
+template <typename Element>
+__global__ void __launch_bounds__(kNormLseBorderThreads)
+    norm_lse_dx_borders_kernel(const __grid_constant__ ConvNormLseParams q) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  constexpr int kChannels = kNormLseDxChannels;
+  constexpr bool kHasOwn = sizeof(Element) == 2;
+  const FewChannelsParams& p = q.conv;
+  const int rows = p.plan.rows;
+  const int strips_h = norm_lse_strips_h(p), strips_w = norm_lse_strips_w(p);
+  const int of_rows = (strips_h - 1) * 2 * p.in[2], all = norm_lse_shared_positions(p);
+  const int64_t n = blockIdx.x / p.out[0], d = blockIdx.x % p.out[0];
+  const float* const frames = q.dx.frames + (n * q.dx.frame_n + d * q.dx.frame_depth) * kChannels;
+  Element* const dx = static_cast<Element*>(q.dx.dx) + n * q.dx.stride_n + d * q.dx.stride[0];
+  for (int i = blockIdx.y * kNormLseBorderThreads + threadIdx.x; i < all; i += gridDim.y * kNormLseBorderThreads) {
+    int h, w;
+    if (i < of_rows) {
+      const int row = i / p.in[2];
+      h = (row / 2 + 1) * rows + row % 2 + p.plan.origin[1];
+      w = i % p.in[2];
+    } else {
+      const int rest = i - of_rows;
+      h = rest / 2 / (strips_w - 1);
+      w = (rest / 2 % (strips_w - 1) + 1) * kFewChannelsStrip + rest % 2 + p.plan.origin[2];
+    }
+    if (unsigned(h) >= unsigned(p.in[1]) || unsigned(w) >= unsigned(p.in[2])) continue;
+    const int reached_h = h - p.plan.origin[1], reached_w = w - p.plan.origin[2];
+    const int strip_h = min(reached_h / rows, strips_h - 1), row = reached_h - strip_h * rows;
+    const int strip_w = min(reached_w / kFewChannelsStrip, strips_w - 1), at = reached_w - strip_w * kFewChannelsStrip;
+    const bool above = row < 2 && strip_h > 0, left = at < 2 && strip_w > 0;
+    if (above && i >= of_rows) continue;
+    Element* const to = dx + h * q.dx.stride[1] + w;
+    float sums[kChannels] = {};
+    auto add = [&](int from_h, int from_w, int place) {
+      const int strip = from_w * q.dx.frame_column + from_h * rows * q.dx.frame_row;
+      const float4* const from = reinterpret_cast<const float4*>(frames + (strip + place) * kChannels);
+      const float4 a = from[0], b = from[1];
+      const float v[kChannels] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) sums[c] += v[c];
+    };
+    if constexpr (kHasOwn) {
+      add(strip_h, strip_w,
+          norm_lse_own_frame(rows) + (above ? row * kNormLseReach + at : kNormLseFrameColumns + row * 2 + at));
+    } else {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) sums[c] = c < p.c_in ? to_acc(to[c * q.dx.stride_c]) : 0.f;
+    }
+    if (left) {
+      const int beyond = at + kFewChannelsStrip;
+      add(strip_h, strip_w - 1,
+          row >= rows ? (row - rows) * kNormLseReach + beyond : kNormLseFrameColumns + row * 2 + at);
+      if (above) add(strip_h - 1, strip_w - 1, row * kNormLseReach + beyond);
+    }
+    if (above) add(strip_h - 1, strip_w, row * kNormLseReach + at);
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      if (c < p.c_in) to[c * q.dx.stride_c] = from_acc<Element>(sums[c]);
+    }
+  }
+#endif
+}
 
 template <ConvMath kMath, bool kLargeBatch, bool kStore>
 __global__ void __launch_bounds__(kNormLseThreads, 1)
@@ -103,6 +381,11 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     forward_table[c] = forward, backward_table[c] = backward;
   }
   few_channels_prepare_stages(plan, layout, smem, kThreads, kLoaders, kWarps);
+  [[maybe_unused]] const bool makes_dx = kStore && q.dx.dx != nullptr;
+  [[maybe_unused]] uint32_t* const dx_weights = smem + norm_lse_dx_smem(plan) / 4;
+  if constexpr (kStore) {
+    if (makes_dx) norm_lse_load_dx_weights<kMath>(p, dx_weights, tid);
+  }
   wgmma_fence_shared();  // the weights
   __syncthreads();
 
@@ -127,8 +410,15 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     [[maybe_unused]] const int steps = (plan.k_words + 7) / 8;
     const int64_t positions = int64_t(p.out[0]) * p.out[1] * p.out[2];
     const float* const dlse = q.dlse + n * positions;
+    [[maybe_unused]] Element* const dx = static_cast<Element*>(q.dx.dx) + n * q.dx.stride_n;
+    [[maybe_unused]] float* const frames = q.dx.frames + n * q.dx.frame_n * kNormLseDxChannels;
 
     [[maybe_unused]] float sums[kStore ? 1 : 16][2] = {};
+    // Of the two rows of dx that the next rows of dy add to.
+    [[maybe_unused]] NormLseCarried<norm_lse_carries_in_shared(kMath)> carried(
+        dx_weights + norm_lse_dx_weight_bytes(kMath) / 4, tid - kLoaders);
+    [[maybe_unused]] uint32_t dx_first = wgmma_b_descriptor(shared_address(dx_weights));
+    if constexpr (kStore) asm volatile("" : "+r"(dx_first));
     float shift[2] = {0.f, 0.f};
     int stage = 0, job = warp / 4;
     uint32_t parity = 0;
@@ -146,6 +436,19 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
         // The four warps of a warpgroup go together, wherever their strips end.
         const int out_rows = plan.segments == 1 ? rows : plan.rows;
         uint32_t base = shared_address(halo + stage * stage_words) + strip.x + lane_bytes;
+        [[maybe_unused]] int dx_at, frame_at;
+        if constexpr (kStore) {
+          if (makes_dx) {
+            dx_at = t * 2 * q.dx.stride_c + d * q.dx.stride[0] + (h0 + plan.origin[1]) * q.dx.stride[1] + w +
+                    plan.origin[2];
+            frame_at = (d * q.dx.frame_depth + w / kFewChannelsStrip * q.dx.frame_column + h0 * q.dx.frame_row) *
+                           kNormLseDxChannels +
+                       t * 2;
+            const float zeros[kNormLseDxRow] = {};
+            carried.store(0, zeros);
+            carried.store(1, zeros);
+          }
+        }
 #pragma unroll 1
         for (int row = 0; row < out_rows; ++row, base += base_step) {
           float acc[kColumns / 2];
@@ -194,101 +497,123 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
             }
             wgmma_use(acc);
           }
-          if (row >= rows) continue;
+          if (row >= rows && !makes_dx) continue;
 
           // Of dz or, with kStore, of dy: what the position's share is a factor of. The shift is what the row before
           // came to; where that is too far off, at the first row and where values leap, it is the largest y.
           float own[kColumns / 2], total[2];
-          for (bool is_exact = false;; is_exact = true) {
-            if (is_exact) {
-              shift[0] = shift[1] = -INFINITY;
+          if (row < rows) {
+            for (bool is_exact = false;; is_exact = true) {
+              if (is_exact) {
+                shift[0] = shift[1] = -INFINITY;
 #pragma unroll
-              for (int j = 0; j < 16; ++j) {
-                const float bias = forward_table[j / 2 * 8 + t * 2 + (j & 1)].x;
+                for (int j = 0; j < 16; ++j) {
+                  const float bias = forward_table[j / 2 * 8 + t * 2 + (j & 1)].x;
+#pragma unroll
+                  for (int half = 0; half < 2; ++half) {
+                    shift[half] = fmaxf(shift[half], acc[j / 2 * 4 + half * 2 + (j & 1)] + bias);
+                  }
+                }
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                  shift[half] = fmaxf(shift[half], acc[j / 2 * 4 + half * 2 + (j & 1)] + bias);
+                  shift[half] = fmaxf(shift[half], __shfl_xor_sync(0xffffffffu, shift[half], 1));
+                  shift[half] = fmaxf(shift[half], __shfl_xor_sync(0xffffffffu, shift[half], 2));
+                  if (shift[half] == -INFINITY) shift[half] = 0.f;  // zeros, not NaN
+                }
+              }
+              const float power_shift[2] = {-shift[0] * kLog2E, -shift[1] * kLog2E};
+              total[0] = total[1] = 0.f;
+#pragma unroll
+              for (int j = 0; j < 16; ++j) {
+                const int c = j / 2 * 8 + t * 2 + (j & 1);
+                const float4 column = forward_table[c];
+                [[maybe_unused]] const float scale = kStore ? backward_table[c].x : 0.f;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                  const int i = j / 2 * 4 + half * 2 + (j & 1);
+                  // Within 2e-7 of tanh.
+                  const float th = fmaf(-2.f, rcp_approx(1.f + exp2_approx(fmaf(acc[i], column.y, column.z))), 1.f);
+                  // y and the shift may be large and near each other: the products are not rounded before the sum.
+                  const float y = fmaf(acc[i], kLog2E, fmaf(column.x, kLog2E, power_shift[half]));
+                  const float e = exp2_approx(fmaf(th, fmaf(th, kLog2E / 6, kLog2E / 2), y));
+                  const float slope = fmaf(-th, th, 1.f) * fmaf(th, 1.f / 3, 0.5f);
+                  total[half] += e;
+                  own[i] = e * (kStore ? fmaf(scale, slope, 1.f) : slope);
+                }
+              }
+              bool fits = true;
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                total[half] += __shfl_xor_sync(0xffffffffu, total[half], 1);
+                total[half] += __shfl_xor_sync(0xffffffffu, total[half], 2);
+                fits = fits && (!valid[half] || (total[half] > 0x1p-12f && total[half] < 0x1p12f));
+              }
+              if (is_exact || __all_sync(0xffffffffu, fits)) break;
+            }
+            float share[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              share[half] = total[half] == 0.f ? 0.f : __fdividef(own_dlse[half], total[half]);
+              const float result = shift[half] + __logf(total[half]);
+              shift[half] = fabsf(result) < 1e30f ? result : 0.f;
+            }
+            if constexpr (!kStore) {
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                if (valid[half]) continue;  // what is not may be NaN
+                share[half] = 0.f;
+#pragma unroll
+                for (int j = 0; j < 16; ++j) {
+                  acc[j / 2 * 4 + half * 2 + (j & 1)] = own[j / 2 * 4 + half * 2 + (j & 1)] = 0.f;
                 }
               }
 #pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                shift[half] = fmaxf(shift[half], __shfl_xor_sync(0xffffffffu, shift[half], 1));
-                shift[half] = fmaxf(shift[half], __shfl_xor_sync(0xffffffffu, shift[half], 2));
-                if (shift[half] == -INFINITY) shift[half] = 0.f;  // zeros, not NaN
-              }
-            }
-            const float power_shift[2] = {-shift[0] * kLog2E, -shift[1] * kLog2E};
-            total[0] = total[1] = 0.f;
-#pragma unroll
-            for (int j = 0; j < 16; ++j) {
-              const int c = j / 2 * 8 + t * 2 + (j & 1);
-              const float4 column = forward_table[c];
-              [[maybe_unused]] const float scale = kStore ? backward_table[c].x : 0.f;
-#pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                const int i = j / 2 * 4 + half * 2 + (j & 1);
-                // Within 2e-7 of tanh.
-                const float th = fmaf(-2.f, rcp_approx(1.f + exp2_approx(fmaf(acc[i], column.y, column.z))), 1.f);
-                // y and the shift may be large and near each other: the products are not rounded before the sum.
-                const float y = fmaf(acc[i], kLog2E, fmaf(column.x, kLog2E, power_shift[half]));
-                const float e = exp2_approx(fmaf(th, fmaf(th, kLog2E / 6, kLog2E / 2), y));
-                const float slope = fmaf(-th, th, 1.f) * fmaf(th, 1.f / 3, 0.5f);
-                total[half] += e;
-                own[i] = e * (kStore ? fmaf(scale, slope, 1.f) : slope);
-              }
-            }
-            bool fits = true;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              total[half] += __shfl_xor_sync(0xffffffffu, total[half], 1);
-              total[half] += __shfl_xor_sync(0xffffffffu, total[half], 2);
-              fits = fits && (!valid[half] || (total[half] > 0x1p-12f && total[half] < 0x1p12f));
-            }
-            if (is_exact || __all_sync(0xffffffffu, fits)) break;
-          }
-          float share[2];
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            share[half] = total[half] == 0.f ? 0.f : __fdividef(own_dlse[half], total[half]);
-            const float result = shift[half] + __logf(total[half]);
-            shift[half] = fabsf(result) < 1e30f ? result : 0.f;
-          }
-          if constexpr (!kStore) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              if (valid[half]) continue;  // what is not may be NaN
-              share[half] = 0.f;
-#pragma unroll
               for (int j = 0; j < 16; ++j) {
-                acc[j / 2 * 4 + half * 2 + (j & 1)] = own[j / 2 * 4 + half * 2 + (j & 1)] = 0.f;
+                const float center = forward_table[j / 2 * 8 + t * 2 + (j & 1)].w;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                  const int i = j / 2 * 4 + half * 2 + (j & 1);
+                  const float dz = share[half] * own[i];
+                  sums[j][0] += dz;
+                  sums[j][1] = fmaf(dz, acc[i] + center, sums[j][1]);
+                }
+              }
+            } else {
+              const bool is_there = inside && w < q.row;
+              Element* to = static_cast<Element*>(p.stored) + n * p.y_stride_n + t * 2 * p.stored_stride_c +
+                            d * p.y_stride[0] + (h0 + row) * p.y_stride[1] + w;
+              const int64_t block_step = 8 * p.stored_stride_c;
+#pragma unroll
+              for (int j = 0; j < 16; j += 2, to += block_step) {
+                asm("" : "+l"(to));  // else all addresses are kept in registers
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                  const int i = j / 2 * 4 + k;
+                  const float4 column = backward_table[j / 2 * 8 + t * 2 + k];
+                  own[i] = valid[0] ? fmaf(share[0], own[i], fmaf(acc[i], column.y, column.z)) : 0.f;
+                  own[i + 2] = valid[1] ? fmaf(share[1], own[i + 2], fmaf(acc[i + 2], column.y, column.z)) : 0.f;
+                  const float v[2] = {own[i], own[i + 2]};
+                  if (is_there && j / 2 * 8 + t * 2 + k < p.c_out) {
+                    store_vec(to + k * p.stored_stride_c, pack<Element>(v));
+                  }
+                }
               }
             }
+          } else {  // the products are those of all warps of a warpgroup
 #pragma unroll
-            for (int j = 0; j < 16; ++j) {
-              const float center = forward_table[j / 2 * 8 + t * 2 + (j & 1)].w;
-#pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                const int i = j / 2 * 4 + half * 2 + (j & 1);
-                const float dz = share[half] * own[i];
-                sums[j][0] += dz;
-                sums[j][1] = fmaf(dz, acc[i] + center, sums[j][1]);
-              }
-            }
-          } else if (inside && w < q.row) {
-            Element* to = static_cast<Element*>(p.stored) + n * p.y_stride_n + t * 2 * p.stored_stride_c +
-                          d * p.y_stride[0] + (h0 + row) * p.y_stride[1] + w;
-            const int64_t block_step = 8 * p.stored_stride_c;
-#pragma unroll
-            for (int j = 0; j < 16; j += 2, to += block_step) {
-              asm("" : "+l"(to));  // else all addresses are kept in registers
-#pragma unroll
-              for (int k = 0; k < 2; ++k) {
-                const int i = j / 2 * 4 + k;
-                const float4 column = backward_table[j / 2 * 8 + t * 2 + k];
-                const float v[2] = {valid[0] ? fmaf(share[0], own[i], fmaf(acc[i], column.y, column.z)) : 0.f,
-                                    valid[1] ? fmaf(share[1], own[i + 2], fmaf(acc[i + 2], column.y, column.z)) : 0.f};
-                if (j / 2 * 8 + t * 2 + k < p.c_out) store_vec(to + k * p.stored_stride_c, pack<Element>(v));
-              }
+            for (int i = 0; i < kColumns / 2; ++i) own[i] = 0.f;
+          }
+
+          if constexpr (kStore) {
+            if (!makes_dx) continue;
+            float done[kNormLseDxRow];
+            norm_lse_dx_products<kMath>(own, dx_first, done, carried);
+            if (row >= rows || !inside || w - 2 * g >= p.out[2]) continue;
+            // Behind the strip's last row come those that only its rows reach.
+            for (int i = row;; ++i) {
+              norm_lse_put_dx<Element>(q, dx + dx_at, frames + frame_at, h0, w, t, i, done);
+              if (row + 1 < rows || i == row + kNormLseTaps - 1) break;
+              carried.take(i - row, done);
             }
           }
         }

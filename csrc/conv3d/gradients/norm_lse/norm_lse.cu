@@ -33,7 +33,26 @@ Status launch(const ConvNormLseParams& p, cudaStream_t stream) {
   }
 }
 
+template <typename Element>
+Status launch_borders(const ConvNormLseParams& p, unsigned planes, unsigned blocks, cudaStream_t stream) {
+  return launch_after<norm_lse_dx_borders_kernel<Element>>(false, "norm_lse_dx_borders_kernel", dim3(planes, blocks),
+                                                           kNormLseBorderThreads, 0, stream, p);
+}
+
 }  // namespace
+
+Status run_norm_lse_dx_borders(const ConvNormLseParams& p, cudaStream_t stream) {
+  const int64_t positions = norm_lse_shared_positions(p.conv);
+  if (positions == 0) return Status::Ok();
+  const unsigned planes = static_cast<unsigned>(p.conv.n * p.conv.out[0]);
+  const unsigned blocks =
+      static_cast<unsigned>(std::min<int64_t>((positions + kNormLseBorderThreads - 1) / kNormLseBorderThreads, 65535));
+  switch (p.conv.plan.math) {
+    case ConvMath::kBf16: return launch_borders<__nv_bfloat16>(p, planes, blocks, stream);
+    case ConvMath::kFp16: return launch_borders<__half>(p, planes, blocks, stream);
+    default: return launch_borders<float>(p, planes, blocks, stream);
+  }
+}
 
 Status run_conv_norm_lse_sums(const ConvNormLseParams& p, cudaStream_t stream) { return launch<false>(p, stream); }
 Status run_conv_norm_lse_store(const ConvNormLseParams& p, cudaStream_t stream) { return launch<true>(p, stream); }

@@ -17,6 +17,47 @@ inline constexpr int kNormLseColumns = 64;  // channels, all of them in one bloc
 inline constexpr int kNormLseProducers = 1, kNormLseConsumers = 3;
 inline constexpr int kNormLseThreads = 128 * (kNormLseProducers + kNormLseConsumers);
 
+// dx from dy while that is in registers: of kernels of up to three rows and columns, which count as 3 x 3, and up to
+// eight input channels. A strip of `rows` by 16 positions reaches two rows and columns further in dx. What is another
+// strip's there goes to a frame in memory, which a kernel of its own adds to that strip's part. The latter waits in dx
+// or, of half types, unrounded in a second part of the frame. Parts are two rows, then two columns of the other rows,
+// of eight channels a position.
+inline constexpr int kNormLseBorderThreads = 256;
+inline constexpr int kNormLseTaps = 3, kNormLseDxChannels = 8;
+inline constexpr int kNormLseDxColumns = kNormLseTaps * kNormLseTaps * kNormLseDxChannels;
+inline constexpr int kNormLseReach = kFewChannelsStrip + kNormLseTaps - 1;  // columns of dx
+// Positions: where the columns begin in a part, where the second part begins, and of both.
+inline constexpr int kNormLseFrameColumns = 2 * kNormLseReach;
+KGOPT_HD constexpr int norm_lse_own_frame(int rows) { return kNormLseFrameColumns + 2 * rows; }
+KGOPT_HD constexpr int norm_lse_frame(int rows, bool has_own) {
+  return norm_lse_own_frame(rows) + (has_own ? norm_lse_own_frame(rows + 2) : 0);
+}
+// Steps of K, which are all of the output channels, and bytes of the weights.
+KGOPT_HD constexpr int norm_lse_dx_steps(ConvMath math) { return kNormLseColumns / 8 / conv_channels_per_word(math); }
+KGOPT_HD constexpr int norm_lse_dx_weight_bytes(ConvMath math) {
+  return norm_lse_dx_steps(math) * kNormLseDxColumns * 8 * 4 * conv_split_factor(math);
+}
+
+// What a lane carries from row to row: of two rows of dx [tap of the width][one of two positions][one of two channels].
+// Where registers are short, in shared memory.
+inline constexpr int kNormLseDxRow = kNormLseTaps * 4;
+KGOPT_HD constexpr bool norm_lse_carries_in_shared(ConvMath math) { return math != ConvMath::kTf32; }
+KGOPT_HD constexpr int norm_lse_dx_bytes(ConvMath math) {
+  const int carried = norm_lse_carries_in_shared(math) ? 128 * kNormLseConsumers * 2 * kNormLseDxRow * 4 : 0;
+  return norm_lse_dx_weight_bytes(math) + carried;
+}
+
+// Rows of the width are dense in dx. Frames lie as [n, depth, strips across, strips down], each strip's at its first
+// row of dy times frame_row, so that nothing is divided; in positions of eight fp32 values.
+struct NormLseDx {
+  void* dx;  // null: it is made elsewhere
+  float* frames;
+  int64_t stride_n, frame_n;
+  int stride_c, stride[2];
+  int frame_row, frame_column, frame_depth;  // from row to row, to the next strip across, to the next depth
+  bool pairs;                                // two positions that begin at an even one of the strips are aligned
+};
+
 // Passed by value as a __grid_constant__.
 struct ConvNormLseParams {
   // `stored` is the gradient: rows of the width are dense, zeros fill them up to `row` elements.
@@ -24,17 +65,56 @@ struct ConvNormLseParams {
   int row;
   const float* dlse;              // [n, positions]
   GroupNormPassesBwdParams norm;  // the first pass writes its partial sums, the second reads its rows
+  NormLseDx dx;                   // of the second pass
 };
 
+// Strips of dy down and across a plane, and positions of dx that the borders' kernel looks at.
+KGOPT_HD int norm_lse_strips_h(const FewChannelsParams& p) { return (p.out[1] + p.plan.rows - 1) / p.plan.rows; }
+KGOPT_HD int norm_lse_strips_w(const FewChannelsParams& p) {
+  return (p.out[2] + kFewChannelsStrip - 1) / kFewChannelsStrip;
+}
+KGOPT_HD int norm_lse_shared_positions(const FewChannelsParams& p) {
+  return (norm_lse_strips_h(p) - 1) * 2 * p.in[2] + p.in[1] * (norm_lse_strips_w(p) - 1) * 2;
+}
+inline void place_norm_lse_frames(const FewChannelsParams& p, NormLseDx* dx) {
+  const int rows = p.plan.rows, frame = norm_lse_frame(rows, conv_channels_per_word(p.plan.math) == 2);
+  dx->frame_row = (frame + rows - 1) / rows;
+  dx->frame_column = norm_lse_strips_h(p) * rows * dx->frame_row;
+  dx->frame_depth = norm_lse_strips_w(p) * dx->frame_column;
+  dx->frame_n = int64_t(p.out[0]) * dx->frame_depth;
+}
+
 // Cycles that a warpgroup takes for a row of 64 positions, beside two others, measured on an H200.
-inline constexpr double kNormLseRowCycles = 5000;
+inline constexpr double kNormLseRowCycles = 5000, kNormLseDxCycles = 700;  // the latter estimated, for dx on top
+
+// Where the weights for dx begin in shared memory, in bytes.
+KGOPT_HD int norm_lse_dx_smem(const FewChannelsPlan& p) {
+  return (few_channels_smem_layout(p).total * 4 + 127) / 128 * 128;
+}
 
 // As that of the kernel which stores the convolution, but for the epilogue, which takes longer: three warpgroups
 // compute and share the strips of each tile evenly, while one loads the next.
-inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& limits) {
+// The second pass with makes_dx wants high strips, whose frames are small, and counts on warpgroups that go on with the
+// next tile's strips.
+inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& limits, bool makes_dx = false) {
   const auto refuse = refused<FewChannelsPlan>;
+  if (q.is_empty()) return refuse(kEmptyProblem);
   if (q.groups != 1) return refuse("logsumexp over channels needs groups = 1");
   if (q.c_out <= kNormLseColumns / 2 || q.c_out > kNormLseColumns) return refuse("not 33 to 64 output channels");
+  if (makes_dx) {
+    for (int i = 0; i < 3; ++i) {
+      if (q.stride[i] != 1) return refuse("a stride");
+      if (q.kernel[i] > (i == 0 ? 1 : kNormLseTaps))
+        return refuse("a kernel deeper than 1 or of more than 3 rows or columns");
+      if (q.dilation[i] != 1 && q.kernel[i] > 1) return refuse("a dilation");
+    }
+    if (q.padding[0] != 0) return refuse("a padding of the depth");
+    if (q.c_in > kNormLseDxChannels) return refuse("more than 8 input channels");
+    const double strips = double(q.out[1]) * double(q.out[2] + kFewChannelsStrip - 1);
+    if (double(q.in[0]) * std::max(double(q.in[1]) * double(q.in[2]), strips) > 2e7) {
+      return refuse("more than 2 * 10^7 positions, which 32 bits of an offset in frames bound");
+    }
+  }
   const ConvMath math = conv_math(q);
   q.epilogue = ConvEpilogue::kStore;
   q.allow_tf32 = true;
@@ -48,13 +128,23 @@ inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& lim
       plan_detail::whole_strips(q.out[2], p.strip, 4096), p.strip, q.out[1], [&](int w, int rows) {
         for (int segments : {1, 2, 3, 6}) {
           if (segments > 1 && (segments - 1) * rows >= q.out[1]) break;
+          if (makes_dx && rows < 4 && rows < q.out[1]) break;
           for (int d : {1, 2, 3, 4, 6}) {
             if (d > q.out[0]) break;
             for (p.stages = kFewChannelsStages; p.stages >= 2; --p.stages) {
               if (!plan_detail::few_channels_tile(&p, q, limits, d, rows, segments, w)) continue;
               const double halo = double(p.halo[0]) * p.halo[1] * p.vectors * 4 * p.words * 4 / 20.0 + 1000;
-              const int rounds = ((p.strips + 3) / 4 + p.consumers - 1) / p.consumers;
-              const double tile = std::max(rounds * p.rows * kNormLseRowCycles, halo);
+              const int jobs = (p.strips + 3) / 4;
+              double rounds = (jobs + p.consumers - 1) / p.consumers, row = kNormLseRowCycles, frames = 0;
+              if (makes_dx) {
+                p.smem_bytes = norm_lse_dx_smem(p) + norm_lse_dx_bytes(math);
+                if (p.smem_bytes > limits.smem_per_block) continue;
+                if (jobs * (p.stages - 1) >= p.consumers) rounds = double(jobs) / p.consumers;
+                row += kNormLseDxCycles;
+                // Written and read.
+                frames = double(p.strips) * norm_lse_frame(p.rows, q.dtype != Dtype::kFloat32) * 8 * 4 * 2 / 20;
+              }
+              const double tile = std::max(rounds * p.rows * row, halo) + frames;
               best.offer(p, double(p.tiles_per_sample) * (tile + (p.stages > 2 ? 0.1 : 0.3) * halo + 300));
             }
           }
@@ -68,6 +158,7 @@ inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& lim
 // products copy in whole pieces.
 struct NormLsePlans {
   FewChannelsPlan norm;
+  FewChannelsPlan fused;  // of the second pass where it makes dx too; its refusal is none of the whole
   FewWgradPlan dweight;
   FewDgradPlan dx;
 
@@ -80,8 +171,8 @@ struct NormLsePlans {
 };
 
 inline NormLsePlans plan_norm_lse(const ConvProblem& q, const DeviceLimits& limits) {
-  NormLsePlans plans{plan_conv_norm_lse(q, limits), plan_few_wgrad(q, limits),
-                     plan_few_dgrad(q, limits, /*dy_is_made=*/true)};
+  NormLsePlans plans{plan_conv_norm_lse(q, limits), plan_conv_norm_lse(q, limits, /*makes_dx=*/true),
+                     plan_few_wgrad(q, limits), plan_few_dgrad(q, limits, /*dy_is_made=*/true)};
   FewWgradPlan p = plans.dweight;
   if (p.refusal) return plans;
   const int size = q.dtype == Dtype::kFloat32 ? 4 : 2;
