@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fake_graphs import captured
+from fake_graphs import captured, needs_cuda_build
 from kgopt.rewrite import backend, convolutions
 
 
@@ -91,6 +91,7 @@ def test_dtypes_are_pytorch_s(function, halves, autocast_without_a_gpu):
     assert seen == [torch.float16 if halves else torch.float32]
 
 
+@needs_cuda_build
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_convolutions_in_training(dtype, last, monkeypatch, autocast_without_a_gpu):

@@ -9,7 +9,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses import FakeTensorMode
 
 import kgopt.rewrite.backend as backend
-from fake_graphs import captured
+from fake_graphs import captured, needs_cuda_build
 from kgopt.rewrite import contest, policy
 from kgopt.rewrite.captured import value
 from tolerances import assert_as_good_as_torch
@@ -271,6 +271,7 @@ def test_a_convolution_and_the_upsampling_change_places(device):
     torch.testing.assert_close(y, function(*args), rtol=1e-9, atol=1e-9)
 
 
+@needs_cuda_build
 @pytest.mark.parametrize("map_first", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_strides_on_a_gpu(channels_last, map_first):
