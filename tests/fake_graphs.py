@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from torch import fx
+
+needs_cuda_build = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(),
+    reason="of fake tensors on a GPU a torch without CUDA refuses memory formats, and gradients end the process",
+)
 
 
 def captured(function, mode, *tensors):

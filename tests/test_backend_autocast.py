@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fake_graphs import captured
+from fake_graphs import captured, needs_cuda_build
 from kgopt.rewrite import backend, convolutions
 
 
@@ -142,6 +142,7 @@ def test_sums_in_backward_stay_in_float32(autocast_without_a_gpu):
         assert padded.meta["example_value"].dtype is (torch.float32 if grad else torch.float16)
 
 
+@needs_cuda_build
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_convolutions_in_training(dtype, last, monkeypatch, autocast_without_a_gpu):

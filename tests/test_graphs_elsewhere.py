@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fake_graphs import captured
+from fake_graphs import captured, needs_cuda_build
 from kgopt.rewrite import backend
 from kgopt.rewrite.captured import may_measure
 
@@ -28,6 +28,7 @@ def upsampling(x, w, k):
     return torch.conv2d(F.interpolate(x, scale_factor=2.0), k, w, padding=1)
 
 
+@needs_cuda_build
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("function", [norm, channel_norm, convolution, upsampling])
 def test_a_gpu_that_is_not_here(function, grad, monkeypatch):

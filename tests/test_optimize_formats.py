@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kgopt
+from fake_graphs import needs_cuda_build
 from kgopt.rewrite import glue, known, layout, whole
 
 
@@ -261,6 +262,7 @@ class OneChannel(nn.Module):
         return (y, x) if returns else y
 
 
+@needs_cuda_build
 @pytest.mark.parametrize(("kernel", "channel_stride"), [(1, 1), (3, 210)])
 def test_strides_of_one_channel_say_channels_last_where_the_kernel_does_not(kernel, channel_stride):
     model = OneChannel(kernel).eval()

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from kgopt.fuzz.writer import write_network
 
-__all__ = ["input_of", "network_class", "randomized"]
+__all__ = ["CHANNELS_LAST", "input_of", "network_class", "randomized"]
 
 Json = dict[str, Any]
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _numbers = itertools.count()
 
 
@@ -64,7 +64,7 @@ def input_of(case: Json, call: Json, index: int, dtype: torch.dtype) -> Tensor:
     shape = [batch, case["channels"], *(s + call["grow"] for s in case["size"])]
     x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     if call["format"] == "channels_last":
-        x = x.contiguous(memory_format=_FORMATS[x.dim()])
+        x = x.contiguous(memory_format=CHANNELS_LAST[x.dim()])
     elif call["format"] == "slice":
         x = torch.cat([x, x], 1)[:, : shape[1]]
     elif call["format"] == "transposed":

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kgopt.fuzz.drawn_model import input_of
+from kgopt.fuzz.drawn_model import CHANNELS_LAST, input_of
 
-__all__ = ["DTYPES", "Run", "Seen", "autocast_of", "unchanged"]
+__all__ = ["DTYPES", "Run", "Seen", "autocast_of", "in_channels_last", "unchanged"]
 
 Json = dict[str, Any]
 Noise = tuple[float, int]  # its size, relative to a value, and the seed
@@ -187,6 +187,16 @@ def unchanged(
     run = Run(case, model, device, dtype)
     run.hook(False)
     run.hook(True)
+    return run
+
+
+def in_channels_last(run: Run) -> Run:
+    """``run``, its network moved to channels_last by PyTorch's own means, as its inputs are at each call."""
+    fmt = CHANNELS_LAST[run.case["dims"] + 2]
+    for p in run.model.parameters():
+        if p.dim() == run.case["dims"] + 2:
+            p.data = p.data.contiguous(memory_format=fmt)
+    run.model.register_forward_pre_hook(lambda _, args: (args[0].contiguous(memory_format=fmt), *args[1:]))
     return run
 
 

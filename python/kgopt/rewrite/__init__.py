@@ -21,7 +21,8 @@ run      carry recompute arguments sites norms      what runs in place of a site
          norm_calls
 find     source sequential backend                  front ends: Python source, nn.Sequential, captured graphs
          functional_norms upsampled_graphs contest
-         convolutions padded_graphs writes
+         convolutions padded_graphs mapped_graphs
+         writes
          whole_graphs replayed autocast_graphs
          inductor lowering                          what Inductor makes of the ops
 model    convolved timed between whole race api     what the whole model decides; optimize, restore, report

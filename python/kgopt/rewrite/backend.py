@@ -18,11 +18,13 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from kgopt import _acts
+from kgopt._layout import is_dense_channels_last
 from kgopt._scale_shift import fits
 from kgopt.rewrite import (
     convolutions,
     emit,
     functional_norms,
+    mapped_graphs,
     originals,
     padded_graphs,
     policy,
@@ -31,7 +33,7 @@ from kgopt.rewrite import (
 )
 from kgopt.rewrite.autocast_graphs import half_precision, say_half
 from kgopt.rewrite.captured import uses_autocast, value
-from kgopt.rewrite.chain import PRELU
+from kgopt.rewrite.chain import PRELU, Chain
 from kgopt.rewrite.contest import Contest, convolves
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
 from kgopt.rewrite.functional_norms import ChannelNorm
@@ -149,6 +151,9 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute:
     graph = graph_module.graph
     report, glue = Report(), []
     is_changed = _join_silu(graph)
+    swapped = mapped_graphs.swap(graph_module, may_write)
+    if swapped:
+        glue.append(f"convolutions ahead of nearest upsampling: {', '.join(swapped)}")
     padded = padded_graphs.fold(graph_module, may_write)
     if padded:
         glue.append(f"padding by the convolutions behind it: {', '.join(padded)}")
@@ -157,9 +162,12 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute:
         glue.append(f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}")
     formats = convolutions.find(graph_module)
     dims_last = [*([4] if convolves(graph) else []), *({5} & formats.dims_last)]
-    contest = None if always else Contest(functools.partial(_write_all, dims_last), dims_last)
+    contest = None if always else Contest(functools.partial(_write_all, dims_last, maps=False), dims_last)
     switches_autocast = uses_autocast(graph)
-    for found in _Reader(graph_module, dims_last).matches():
+    reader = _Reader(graph_module, dims_last)
+    for found in reader.matches():
+        if found.chain.maps and contest is not None:
+            found = reader.faster(found, contest)
         row = SiteRow(found.norm.origin.name, found.chain.label, "")
         row.reason = _Writer(graph_module, found, switches_autocast, always, recompute).replace(contest)
         if not row.reason:
@@ -215,21 +223,22 @@ def _is_sigmoid(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _SIGMOIDS and originals.runs_as_is(node.target)
 
 
-def _write_all(dims_last: Sequence[int], graph_module: fx.GraphModule) -> None:
-    """kgopt's ops wherever they can be."""
+def _write_all(dims_last: Sequence[int], graph_module: fx.GraphModule, maps: bool = True) -> None:
+    """kgopt's ops wherever they can be; without ``maps`` products with tensors of x's size are the compiler's."""
     switches_autocast = uses_autocast(graph_module.graph)
-    for found in _Reader(graph_module, dims_last).matches():
+    for found in _Reader(graph_module, dims_last, maps).matches():
         _Writer(graph_module, found, switches_autocast, always=True).replace()
 
 
 class _Reader:
     """Describes a graph's nodes to the matcher."""
 
-    def __init__(self, graph_module: fx.GraphModule, dims_last: Sequence[int]) -> None:
+    def __init__(self, graph_module: fx.GraphModule, dims_last: Sequence[int], maps: bool = True) -> None:
         self.nodes = list(graph_module.graph.nodes)
         self.known: dict[fx.Node, Node] = {}
         self.channel_norms = functional_norms.find(graph_module.graph)
         self.dims_last = dims_last  # as the contest's
+        self.takes_maps = maps and not (torch.is_grad_enabled() or uses_autocast(graph_module.graph))
 
     def matches(self) -> list[Match]:
         """Chains around every norm of the graph."""
@@ -245,23 +254,47 @@ class _Reader:
             for reader in {id(u): self.known[u] for u in readers}.values():
                 for _ in range(sum(i is made for i in reader.inputs) - 1):
                     made.read_by(reader)
-        return [match(made, _adds, self._modulates) for made in self.known.values() if made.kind == "norm"]
+        return [self._match(made) for made in self.known.values() if made.kind == "norm"]
 
-    def _modulates(self, norm: Node, node: Node, other: Node) -> bool:
-        """Whether what multiplies a norm's result, or is added, has one value a sample and channel, or a channel."""
+    def _match(self, norm: Node) -> Match:
+        return match(norm, _adds, self._modulates)
+
+    def faster(self, found: Match, contest: Contest) -> Match:
+        """One with maps, or, where the compiler's product and sum behind kgopt's norm are faster, the norm's."""
+        maps = [node.origin for node in (found.factor, found.shift) if node is not None]
+        core = [n.origin for n in found.nodes]
+        if _small(found, maps):  # the compiler does not store what is repeated either
+            core += [node for node in maps if all(user in core for user in node.users)]
+        with_maps = functools.partial(_write_all, self.dims_last)
+        if not contest.lost(core, found.last.origin, value(found.norm.origin), with_maps):
+            return found
+        self.takes_maps = False
+        try:
+            return self._match(found.norm)
+        finally:
+            self.takes_maps = True
+
+    def _modulates(self, norm: Node, node: Node, other: Node) -> str:
+        """Of what that, which multiplies a norm's result or is added, has one value: as the matcher asks."""
         x, normed, result, given = (value(n) for n in (norm.origin.args[0], norm.origin, node.origin, other.origin))
         if not all(isinstance(t, Tensor) for t in (x, normed, result, given)) or not given.is_floating_point():
-            return False
+            return ""
         if (result.shape, result.dtype, result.device) != (normed.shape, normed.dtype, normed.device):
-            return False
-        if given.device != normed.device or not _has_one_a_channel(given, normed):
-            return False
+            return ""
+        if given.device != normed.device:
+            return ""
+        if self.takes_maps and node.kind != "sub" and _is_map(given, x, result):
+            gives_contiguous = emit.as_torch_is_contiguous(Chain(norm.name), x.device)
+            # Of a norm that keeps channels_last fake tensors say that it does not.
+            lies_as_x = (result if gives_contiguous else given).stride() == x.stride()
+            return "position" if lies_as_x or (gives_contiguous and result.is_contiguous()) else ""
         # Where samples differ, their channels must be seen as channels of one: not in channels_last.
-        return bool(
+        is_one_a_channel = _has_one_a_channel(given, normed) and (
             given.dim() < normed.dim()
             or given.shape[0] == 1
             or (x.is_contiguous() and not (x.dim() in self.dims_last and _lies_as_inductor_wants(x)))
         )
+        return "channel" if is_one_a_channel else ""
 
     def _describe(self, node: fx.Node) -> Node:
         channel_norm = self.channel_norms.get(node)
@@ -355,6 +388,23 @@ def _has_one_a_channel(operand: Tensor, x: Tensor) -> bool:
     return shape[0] in (1, x.shape[0]) and shape[1] in (1, x.shape[1]) and all(s == 1 for s in shape[2:])
 
 
+def _small(found: Match, maps: Sequence[fx.Node]) -> list[fx.Node]:
+    """What both maps of a match repeat, each position as often; else nothing."""
+    inside = {n.origin for n in found.nodes}
+    small = [mapped_graphs.small_of(node, found.last.origin, may_write, inside) for node in maps]
+    sizes = {value(node).shape[2:] for node in small if node is not None}
+    return [node for node in small if node is not None] if len(sizes) == 1 and None not in small else []
+
+
+def _is_map(operand: Tensor, x: Tensor, result: Tensor) -> bool:
+    """Whether it has one value each position of x, of the dtype that x, the norm and their product have."""
+    if operand.shape != x.shape or x.dim() not in (4, 5) or torch.is_autocast_enabled(x.device.type):
+        return False
+    if not x.dtype is result.dtype is operand.dtype or not (x.is_contiguous() or is_dense_channels_last(x)):
+        return False
+    return any(type(s) is not int or s > 1 for s in x.shape[2:])
+
+
 def _lies_as_inductor_wants(x: Tensor) -> bool:
     return x.is_cuda
 
@@ -389,6 +439,7 @@ class _Writer:
         self.last: fx.Node = found.last.origin
         self.x: fx.Node = self.first.args[0]  # type: ignore[assignment]
         self.others: list[fx.Node] = []  # that the norm is made of, beside its last one
+        self.dead: list[fx.Node] = []  # other values, which perhaps nothing reads any more
         if isinstance(found.norm, ChannelNorm):
             self.first, self.x = found.norm.members[0], found.norm.input
             self.others = found.norm.members[:-1]
@@ -511,13 +562,15 @@ class _Writer:
         chain, before = self.found.chain, value(self.last)
         autocast = torch.is_autocast_enabled(x.device.type) or self.switches_autocast
         with self.graph.inserting_before(self.last):
-            norm.multiplier, norm.addend = self._one_a_channel(self.found.factor), self._one_a_channel(self.found.shift)
+            operands = self.found.factor, self.found.shift
+            norm.multiplier, norm.addend = self._maps() if chain.maps else map(self._one_a_channel, operands)
             half = half_precision(self.found, self.last, self.switches_autocast, _CONVS) if autocast else None
             call_norm = None if half is None else functools.partial(self._call, emit.without_autocast)
             given = (self.x, x.dim(), conv, norm)
             y = emit_kgopt(chain, self._call, *given, not autocast, call_norm, self._added())
-            # PyTorch's GroupNorm on CUDA gives a contiguous tensor, which later nodes may count on.
-            as_it_was = emit.as_torch_is_contiguous(chain, x.device)
+            # PyTorch's GroupNorm on CUDA gives a contiguous tensor, which later nodes may count on. Times a map in
+            # channels_last, which comes first, it is in channels_last.
+            as_it_was = emit.as_torch_is_contiguous(chain, x.device) and (not chain.maps or before.is_contiguous())
             if as_it_was and not x.is_contiguous():
                 y = self.graph.call_method("contiguous", (y,))
         y.meta["example_value"] = before if half is None else before.to(half)
@@ -527,7 +580,7 @@ class _Writer:
         for found in reversed(self.found.nodes):
             if not found.origin.users:
                 self.graph.erase_node(found.origin)
-        for node in reversed(self.others):
+        for node in dict.fromkeys((*self.dead, *reversed(self.others))):
             if not node.users:
                 self.graph.erase_node(node)
 
@@ -543,6 +596,13 @@ class _Writer:
                     if value is operand:
                         return node.origin.args[i]
         return None
+
+    def _maps(self) -> Sequence[Any]:
+        """Factor and shift; where both are repeated to x's size in the same way, what is repeated."""
+        maps = [self._operand(self.found.factor), self._operand(self.found.shift)]
+        small = _small(self.found, maps)
+        self.dead = maps if small else []
+        return small or maps
 
     def _one_a_channel(self, operand: Node | None) -> Any:
         """A factor or a shift, of the rank and the channels of what the norm gives."""

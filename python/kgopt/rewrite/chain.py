@@ -3,6 +3,7 @@
 convolution → pointwise chain → norm → pointwise chain → nothing, residual add, mean or logsumexp
 norm → sum with another tensor → pointwise chain
 norm → product with, sum with, one value a sample and channel → pointwise chain
+norm → product with, sum with, one value each position → pointwise chain
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Chain:
     added: bool = False  # another tensor is added to what the norm gives, ahead of the activations
     scaled: bool = False  # it is multiplied with one value a sample and channel, ahead of them
     shifted: bool = False  # one value a sample and channel is added, behind the product
+    maps: bool = False  # both have one value each position instead
     post: str = "none"  # activations after the norm
     residual: bool = False  # the convolution's output is added to the activations' result
     reduce: str = ""  # "mean" or "logsumexp"
@@ -119,9 +121,10 @@ class Chain:
             more = [*self._behind_norm, *(["sum"] if self.added else [])]
             op = f"group_norm_prelu({', '.join(more)})".removesuffix("()")
             return " + ".join([*ops, *pre, op, *([self.reduce] if self.reduce else [])])
-        acts = self._behind_norm
+        acts = [] if self.maps else self._behind_norm
         acts += [f"{key}={value}" for key, value in (("pre_act", self.pre), ("act", self.post)) if value != "none"]
         name = "channel_norm" if self.norm in CHANNELS else "group_norm_add" if self.added else "group_norm"
+        name = "group_norm_maps" if self.maps else name
         ops.append(f"{name}({', '.join(acts)})" if acts else name)
         ops += [self.reduce] if self.reduce else []
         return " + ".join(ops)

@@ -61,6 +61,9 @@ def _dims(node: fx.Node) -> int:
     return made.dim() if isinstance(made, Tensor) else 0
 
 
+Rewrite = Callable[[fx.GraphModule], Any]
+
+
 class Region:
     """A site, and the elementwise functions around it that only it connects."""
 
@@ -111,19 +114,19 @@ class Region:
 class Contest:
     """Of the sites of one graph."""
 
-    def __init__(self, rewrite: Callable[[fx.GraphModule], Any], dims_last: Sequence[int]) -> None:
-        self.rewrite = rewrite  # puts kgopt's ops into a region's graph
+    def __init__(self, rewrite: Rewrite, dims_last: Sequence[int]) -> None:
+        self.rewrite = rewrite  # puts kgopt's usual ops into a region's graph
         self.until = time.monotonic() + SECONDS
         self.dims_last = dims_last  # numbers of dims of the tensors that will lie in channels_last
 
-    def lost(self, core: Sequence[fx.Node], last: fx.Node, like: Tensor) -> str:
-        """Why the site stays the compiler's; "": kgopt's op runs."""
+    def lost(self, core: Sequence[fx.Node], last: fx.Node, like: Tensor, other: Rewrite | None = None) -> str:
+        """Why the site stays the compiler's; "": kgopt's op runs. ``other``: puts in ops to compare with usual ones."""
         if not may_measure(like.device):
             return ""
         region = Region(core, last, like)
-        if not region.around or not self._is_known(region):
+        if not (region.around or other) or not self._is_known(region):
             return ""
-        found = self._times(region, like.device)
+        found = self._times(region, like.device, other)
         if found is None or found[1] <= SLACK * found[0]:
             return ""
         before, after = (1e6 * seconds for seconds in found)
@@ -140,25 +143,28 @@ class Contest:
             for t in values
         )
 
-    def _times(self, region: Region, device: torch.device) -> tuple[float, float] | None:
+    def _times(self, region: Region, device: torch.device, other: Rewrite | None) -> tuple[float, float] | None:
         grad = torch.is_grad_enabled() and any(value(node).requires_grad for node in region.inputs)
         kinds = [value(node) if grad else value(node).detach() for node in region.inputs]
-        key = verdicts.key_of("region", device, region.text, kinds, grad, self.dims_last)
+        name = "region" if other is None else "ops of a region"
+        key = verdicts.key_of(name, device, region.text, kinds, grad, self.dims_last)
 
         def measure() -> list[float] | None:
             if time.monotonic() > self.until:
                 return None
             # Whatever the compiler raises: nothing is known then.
             with contextlib.suppress(Exception), measuring.own_saved_tensors():
-                return self._measure(region, device, grad)
+                return self._measure(region, device, grad, other)
             return None
 
         found, _ = verdicts.of_graphs().settle(key, measure)
         return None if found is None else (found[0], found[1])
 
-    def _measure(self, region: Region, device: torch.device, grad: bool) -> list[float] | None:
+    def _measure(self, region: Region, device: torch.device, grad: bool, other: Rewrite | None) -> list[float] | None:
         plain, ours = region.module(), region.module()
-        self.rewrite(ours)
+        if other is not None:
+            self.rewrite(plain)
+        (other or self.rewrite)(ours)
         # A backward that is lowered at its first call would write into the records of the compilation under way.
         with outside_of_tracing() as is_outside, compiler_settings(force_non_lazy_backward_lowering=True):
             if not is_outside:

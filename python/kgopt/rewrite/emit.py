@@ -59,7 +59,7 @@ class NormArgs:
     axis: int = 1
     lies: tuple[int, ...] | None = None
     slope: Any = None  # of the PReLU behind it
-    multiplier: Any = None  # one value a sample and channel, that its result is multiplied with
+    multiplier: Any = None  # one value a sample and channel, or a map, that its result is multiplied with
     addend: Any = None  # and that is added then
 
 
@@ -96,6 +96,10 @@ def emit_kgopt(
     n = norm
     if chain.norm in CHANNELS:
         return _emit_channel_norm(chain, call, call_norm or call, x, n)
+    if chain.maps:
+        op = _OPS.group_norm_maps.default
+        maps = n.multiplier, n.addend
+        return (call_norm or call)(op, x, None, *maps, n.num_groups, n.weight, n.bias, n.eps, chain.post)
     if chain.is_modulated:
         rest = (n.num_groups, n.weight, n.bias, n.eps, chain.post, n.slope, n.multiplier, n.addend)
         return (call_norm or call)(modulated_norm, x, *rest)

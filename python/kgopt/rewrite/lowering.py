@@ -30,7 +30,10 @@ from torch import Tensor, fx
 from kgopt.ops.registry import RECORDS
 from kgopt.torch_private import inductor_lowering
 
-_NORMS = ("group_norm", "group_norm_add", "group_norm_prelu", "group_norm_moments", "channel_norm", "activation")
+_NORMS = (
+    *("group_norm", "group_norm_add", "group_norm_prelu", "group_norm_maps", "group_norm_moments"),
+    *("channel_norm", "activation"),
+)
 _NORMS_FORWARD = ("group_norm_fwd", "group_norm_add_fwd", "group_norm_prelu_fwd")
 _OTHERS = (
     *("group_norm_backward", "group_norm_prelu_backward", "channel_norm_backward", "activation_backward"),

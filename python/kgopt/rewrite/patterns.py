@@ -47,7 +47,7 @@ class Match:
     input: Node
     norm: Node
     added: Node | None = None  # the other value of a sum behind the norm
-    factor: Node | None = None  # one value a sample and channel, with which it is multiplied
+    factor: Node | None = None  # one value a sample and channel, or a map, with which it is multiplied
     shift: Node | None = None  # and what is added then
 
     @property
@@ -74,12 +74,13 @@ def _has_room(nodes: Sequence[Node], one: Node, prelu: bool = True) -> bool:
 def match(
     norm: Node,
     adds: Callable[[Node, Node], bool] | None = None,
-    modulates: Callable[[Node, Node, Node], bool] | None = None,
+    modulates: Callable[[Node, Node, Node], str] | None = None,
 ) -> Match:
     """The largest chain around a norm; of one node, where nothing joins it.
 
-    ``adds(sum, other)``: whether a sum with another value may be part of it; ``modulates(norm, node, other)``: whether
-    other has one value a sample and channel of what the norm gives, and ``node``, their product or sum, is as large.
+    ``adds(sum, other)``: whether a sum with another value may be part of it; ``modulates(norm, node, other)``: of what
+    other has one value, a "channel" (of a sample) of what the norm gives or a "position" (a map); "": of nothing that
+    is known, or ``node``, their product or sum, is not as large.
     """
     before = norm.inputs[0]
     pre: list[Node] = []
@@ -174,11 +175,12 @@ def _sum(norm: Node, adds: Callable[[Node, Node], bool]) -> Match | None:
     return Match(chain, [norm, *same, add, *post], norm.inputs[0], norm, other)
 
 
-def _modulated(norm: Node, modulates: Callable[[Node, Node, Node], bool]) -> Match | None:
-    """``act(norm(x) * factor + shift)``, or one of the two."""
+def _modulated(norm: Node, modulates: Callable[[Node, Node, Node], str]) -> Match | None:
+    """``act(norm(x) * factor + shift)``, or one of the two; of maps both."""
     nodes, last = [norm], norm
     factor: Node | None = None
     shift: Node | None = None
+    kinds: set[str] = set()
     while shift is None:
         same = _passed(last)
         mine = same[-1] if same else last
@@ -190,8 +192,12 @@ def _modulated(norm: Node, modulates: Callable[[Node, Node, Node], bool]) -> Mat
         others = [value for value in user.inputs if value is not mine]
         if len(others) != len(user.inputs) - 1 or (mine is not user.inputs[0] and user.inplace):
             break
-        if (user.kind == "addcmul" and mine is user.inputs[0]) or not all(modulates(norm, user, o) for o in others):
+        if user.kind == "addcmul" and mine is user.inputs[0]:
             break
+        found = {modulates(norm, user, o) for o in others}
+        if "" in found or len(kinds | found) > 1:
+            break
+        kinds = found
         if user.kind == "addcmul":
             shift, factor = others
         elif user.kind == "mul":
@@ -200,15 +206,17 @@ def _modulated(norm: Node, modulates: Callable[[Node, Node, Node], bool]) -> Mat
             shift = others[0]
         nodes += [*same, user]
         last = user
-    if last is norm:
+    maps = kinds == {"position"}
+    if last is norm or (maps and not (factor and shift)):
         return None
     post: list[Node] = []
-    while (user := _sole_user(last)) is not None and user.kind in ("act", "same") and _has_room(post, user):
+    while (user := _sole_user(last)) is not None and user.kind in ("act", "same") and _has_room(post, user, not maps):
         post.append(user)
         last = user
     while post and post[-1].kind == "same":
         post.pop()
-    chain = Chain(norm=norm.name, scaled=factor is not None, shifted=shift is not None, post=_chain_name(post))
+    is_scaled, is_shifted = factor is not None, shift is not None
+    chain = Chain(norm=norm.name, scaled=is_scaled, shifted=is_shifted, maps=maps, post=_chain_name(post))
     return Match(chain, [*nodes, *post], norm.inputs[0], norm, factor=factor, shift=shift)
 
 

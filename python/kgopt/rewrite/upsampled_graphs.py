@@ -23,7 +23,7 @@ from kgopt.rewrite.glue import kernels, search
 from kgopt.rewrite.glue.calls import INTERPOLATE, Call, interpolate_of, upsampled
 from kgopt.torch_private import outside_of_tracing
 
-_CONVS: dict[Any, type[nn.Module]] = {
+CONVS: dict[Any, type[nn.Module]] = {
     f: kind
     for f, kind in (
         *((torch.conv2d, nn.Conv2d), (F.conv2d, nn.Conv2d)),
@@ -47,7 +47,7 @@ def fold(graph_module: fx.GraphModule, may_write: Any, always: bool) -> list[str
     if torch.is_grad_enabled() or uses_autocast(graph):
         return []
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _CONVS and originals.runs_as_is(node.target):
+        if node.op == "call_function" and node.target in CONVS and originals.runs_as_is(node.target):
             found = _pair(node, may_write)
             if found is not None and (always or _is_faster(found)):
                 _write(graph, node, found)
@@ -55,8 +55,24 @@ def fold(graph_module: fx.GraphModule, may_write: Any, always: bool) -> list[str
     return done
 
 
-def _given(node: fx.Node) -> Mapping[str, Any]:
+def given_of(node: fx.Node) -> Mapping[str, Any]:
+    """A convolution's arguments by name."""
     return {**_DEFAULTS, **dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
+
+
+def nearest_of(up: Any) -> tuple[fx.Node, tuple[int, ...]] | None:
+    """What a node repeats, and how often in each dim, if it is nearest upsampling by whole factors."""
+    if not isinstance(up, fx.Node) or up.target is not INTERPOLATE or up.op != "call_function":
+        return None
+    x = up.kwargs.get("input", up.args[0] if up.args else None)
+    if not isinstance(x, fx.Node) or not originals.runs_as_is(up.target):
+        return None
+    args, kwargs = (fx.map_arg(a, value) for a in (up.args, dict(up.kwargs)))
+    try:
+        found = interpolate_of(is_known, *args, **kwargs)  # type: ignore[misc, arg-type]
+    except (TypeError, ValueError):  # arguments that PyTorch itself refuses
+        return None
+    return (x, found[1]) if found is not None and found[0] == "nearest" else None
 
 
 @dataclass
@@ -70,15 +86,14 @@ class _Pair:
 
 
 def _pair(node: fx.Node, may_write: Any) -> _Pair | None:
-    given = _given(node)
-    up = given.get("input")
-    if not isinstance(up, fx.Node) or up.target is not INTERPOLATE or len(up.users) != 1:
+    given = given_of(node)
+    up: Any = given.get("input")
+    found = nearest_of(up)
+    if found is None or len(up.users) != 1:
         return None
-    if up.op != "call_function" or not originals.runs_as_is(up.target):
-        return None
-    x = up.kwargs.get("input", up.args[0] if up.args else None)
+    x, factors = found
     held, weight, bias = value(x), value(given.get("weight")), value(given["bias"])
-    if not isinstance(x, fx.Node) or not all(map(is_known, (held, weight))):
+    if not is_known(weight):
         return None
     if given["bias"] is not None and not is_known(bias):
         return None
@@ -91,13 +106,9 @@ def _pair(node: fx.Node, may_write: Any) -> _Pair | None:
         if may_write(between):
             return None
     try:
-        args, kwargs = (fx.map_arg(a, value) for a in (up.args, dict(up.kwargs)))
-        found = interpolate_of(is_known, *args, **kwargs)  # type: ignore[misc, arg-type]
-        if found is None or found[0] != "nearest":
-            return None
-        conv = _module(_CONVS[node.target], weight, bias, given)
+        conv = _module(CONVS[node.target], weight, bias, given)
         # A plain tensor of the same kind, for code that knows no fake ones; nothing computes with it.
-        call = upsampled(stand_in(held, "meta"), found[1], conv)
+        call = upsampled(stand_in(held, "meta"), factors, conv)
     except (TypeError, ValueError):  # arguments that PyTorch itself refuses
         return None
     return None if call is None or "folded_aten" not in call.options else _Pair(x, up, given, call)
