@@ -140,8 +140,6 @@ def test_logsumexp_pipeline_gradients_tf32(c_in, c_out, innermost, backend, monk
         assert error <= allowed, (name, error, allowed)
 
 
-# n, c_in, c_out, groups, size, kernel, padding; then what x's gradient does not take: stride. The first needs two turns
-# in float32, of different numbers of samples.
 def peak_of_a_step(forward, leaves):
     """Bytes beyond what was there, of a forward and its gradients."""
     for _ in range(2):  # the first may allocate what stays
@@ -156,6 +154,8 @@ def peak_of_a_step(forward, leaves):
     return peak
 
 
+# n, c_in, c_out, groups, size, kernel, padding; then what x's gradient does not take: stride. dy of "large" and "wide"
+# is stored for dx in turns, in float32 "large" in two of different numbers of samples; elsewhere dx comes without.
 MADE = {
     "large": (9, 3, 24, 8, (24, 96, 96), (3, 3, 3), 0, 1),
     "headline": (16, 3, 24, 8, (24, 32, 32), (3, 3, 3), 0, 1),
@@ -165,6 +165,7 @@ MADE = {
     "two by two": (5, 3, 20, 5, (6, 11, 40), (2, 2, 2), (0, 0, 1), (1, 2, 1)),
     "wide": (2, 4, 72, 8, (5, 20, 36), (3, 3, 3), 1, 1),
     "one by one": (2, 8, 40, 4, (8, 9, 32), (1, 1, 1), 0, 1),
+    "one sample": (1, 2, 12, 4, (41, 13, 14), (3, 2, 3), (2, 1, 1), 1),
     "flat": (2, 10, 33, 3, (4, 40, 64), (1, 3, 3), (0, 1, 1), 1),
     "strided": (2, 3, 24, 8, (13, 24, 32), (3, 3, 3), 1, (2, 2, 1)),
 }
@@ -224,13 +225,13 @@ def test_first_pipelines_gradients_without_the_output(case, precision, monkeypat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("needs_x", [True, False])
 def test_first_pipelines_training_never_stores_the_output(dtype, needs_x):
-    """In float32 it is 232 MiB here. For dx as many samples as 128 MiB hold are stored at a time."""
+    """In float32 it is 232 MiB here. dx comes from the kernel for dweight, and dy is stored for no sample."""
     x = torch.randn(128, 3, 24, 32, 32, device="cuda", dtype=dtype, requires_grad=needs_x)
     weight = torch.randn(24, 3, 3, 3, 3, device="cuda", dtype=dtype, requires_grad=True)
     bias, gamma, beta = (torch.randn(24, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     leaves = [t for t in (x, weight, bias, gamma, beta) if t.requires_grad]
     peak = peak_of_a_step(lambda: PIPELINES["mean"][0](x, weight, bias, 8, gamma, beta), leaves)
-    assert peak <= (x.nbytes + 130 * 2**20 if needs_x else 0) + 8 * 2**20, peak
+    assert peak <= (x.nbytes if needs_x else 0) + 8 * 2**20, peak
 
 
 # n, c_in, c_out, groups, size, kernel, padding; then what x's gradient does not take: stride.

@@ -229,6 +229,34 @@ def test_few_channels_gradient_plans_of_any_shape(data) -> None:
         weights = made.k_steps * made.channels * 32 * parts
         assert made.smem_bytes >= weights + made.made_bytes + made.stages * made.stage_bytes
         assert made.blocks_per_sm * (made.smem_bytes + 1024) <= limits.smem_per_sm
+    reach = [(k - 1) * d for k, d in zip(kernel[:2], case["dilation"][:2], strict=True)]
+    reasons = {
+        "odd number": odd,
+        "above 40": rows > 40,
+        "a stride": max(case["stride"]) > 1,
+        "a padding above": any(p > r for p, r in zip(case["padding"], (*reach, kernel[2] - 1), strict=True)),
+        "above 32": c_in * kernel[0] * kernel[2] > 32,
+        "than a block has": None if c_out > 64 else False,
+        "fewer planes": reach[0] >= size[0],
+        "does not fit": None,
+    }
+    both = dev.plan_few_wgrad_dx(problem, limits)
+    if not check_refusal(both.refusal, reasons):
+        marches = both.tiles[0] * both.tiles[1] * case["n"]
+        assert both.all_tiles == marches * both.steps
+        assert 1 <= both.blocks <= marches
+        assert both.tiles[0] * both.dx_planes >= size[0]
+        assert both.tiles[1] * both.dx_rows >= size[1]
+        assert [both.steps, both.tile[1]] == [both.dx_planes + reach[0], both.dx_rows + reach[1]]
+        assert both.dx_slots == reach[0] + 1, "planes of dx that a plane of dy reaches"
+        assert both.tile[2] == both.dx_pitch - 4 >= output[2]
+        assert both.tile[2] % 32 == 0, "not in whole units"
+        assert both.dx_channel >= both.dx_rows * both.dx_pitch
+        assert both.dx_k_steps * (1 if item == 4 else 2) >= both.channels // 8 * kernel[1]
+        weights = both.k_steps * both.channels * 32 * parts + both.dx_k_steps * 1024 * parts
+        sums = both.dx_slots * c_in * both.dx_channel * 4
+        assert both.smem_bytes >= weights + sums + both.made_bytes + both.stages * both.stage_bytes
+        assert both.blocks_per_sm * (both.smem_bytes + 1024) <= limits.smem_per_sm
     extent = math.prod(extents(kernel[:2], case["dilation"][:2]))
     reasons = {
         "odd number": item == 2 and output[2] % 2 != 0,
@@ -361,12 +389,23 @@ def test_few_channels_contiguous_take_own_gradients(n, c_in, c_out, size, kernel
 @pytest.mark.parametrize("with_dx", [True, False])
 @pytest.mark.parametrize("most", [1, 13, 128, 500])
 def test_made_gradients_store_no_more_than_is_asked_for(with_dx, most) -> None:
-    problem, _ = make_problem(3, 24, (24, 32, 32), kernel=(3, 3, 3), n=128, dtype="float32", planar=True)
+    problem, _ = make_problem(4, 24, (24, 32, 32), kernel=(3, 3, 3), n=128, dtype="float32", planar=True)
     plans = dev.plan_made_gradients(problem, GPUS["h200"], with_dx, most)
+    assert ("above 32" if with_dx else "not asked for") in plans.why_apart
     assert plans.dweight.refusal is None
     assert plans.dx.refusal is None
     assert plans.samples <= most if with_dx else plans.samples == 128
     assert plans.dweight.all_tiles % plans.samples == plans.dx.all_tiles % plans.samples == 0
+
+
+@pytest.mark.parametrize(("dtype", "allow_tf32"), [*((d, True) for d in DTYPES), ("float32", False)])
+def test_first_pipelines_gradients_come_from_one_launch(dtype, allow_tf32) -> None:
+    shape = {"kernel": (3, 3, 3), "n": 128, "dtype": dtype, "allow_tf32": allow_tf32, "planar": True}
+    problem, _ = make_problem(3, 24, (24, 32, 32), **shape)
+    plans = dev.plan_made_gradients(problem, GPUS["h200"], True, 13)
+    assert plans.why_apart is None
+    assert plans.dweight.dx_rows > 0
+    assert plans.samples == 128
 
 
 @settings(max_examples=200, deadline=None)

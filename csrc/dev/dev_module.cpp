@@ -462,6 +462,14 @@ void bind_conv(py::module_& m) {
       .def_readonly("makes_dy", &FewWgradPlan::makes_dy)
       .def_readonly("k_steps", &FewWgradPlan::k_steps)
       .def_readonly("made_bytes", &FewWgradPlan::made_bytes)
+      .def_readonly("dx_rows", &FewWgradPlan::dx_rows)
+      .def_readonly("dx_planes", &FewWgradPlan::dx_planes)
+      .def_readonly("steps", &FewWgradPlan::steps)
+      .def_readonly("dx_slots", &FewWgradPlan::dx_slots)
+      .def_readonly("dx_pitch", &FewWgradPlan::dx_pitch)
+      .def_readonly("dx_channel", &FewWgradPlan::dx_channel)
+      .def_readonly("dx_slot", &FewWgradPlan::dx_slot)
+      .def_readonly("dx_k_steps", &FewWgradPlan::dx_k_steps)
       .def_property_readonly("quads", &few_wgrad_quads)
       .def("tap",
            [](const FewWgradPlan& p, int quad, int i) {
@@ -515,7 +523,10 @@ void bind_conv(py::module_& m) {
   py::class_<MadeGradientPlans>(m, "MadeGradientPlans", "Fields as in conv3d/choice/gradients.h.")
       .def_readonly("dweight", &MadeGradientPlans::dweight)
       .def_readonly("dx", &MadeGradientPlans::dx)
-      .def_readonly("samples", &MadeGradientPlans::samples);
+      .def_readonly("samples", &MadeGradientPlans::samples)
+      .def_property_readonly("why_apart", [](const MadeGradientPlans& p) {
+        return p.why_apart ? py::object(py::str(p.why_apart)) : py::none();
+      });
 
   py::class_<SplitWgradPlan>(m, "SplitWgradPlan", "Fields as in conv3d/gradients/wgrad/params.h.")
       .def_property_readonly(
@@ -599,6 +610,7 @@ void bind_conv(py::module_& m) {
       py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("plan_few_wgrad", &plan_few_wgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("makes_dy") = false);
+  m.def("plan_few_wgrad_dx", &plan_few_wgrad_dx, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("plan_few_dgrad", &plan_few_dgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("dy_is_made") = false);
   m.def("plan_conv_norm_lse", &plan_conv_norm_lse, py::arg("problem"), py::arg("limits") = DeviceLimits{},

@@ -468,8 +468,9 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
 }
 
 // The first pipeline's gradients without its convolution's output: dy, an affine function of that output for each
-// sample and channel, is made tile by tile from x by the kernel for dweight. Only for dx it is stored, of a few samples
-// at a time. Where another kernel is the choice for one of both, the last result is empty, and nothing has been done.
+// sample and channel, is made tile by tile from x by the kernel for dweight, which gives dx, too, where its plan can.
+// Elsewhere dy is stored for dx, of a few samples at a time. Where another kernel is the choice for one of both, the
+// last result is empty, and nothing has been done.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_mean_gradients(
     Tensor dout, Tensor x, Tensor weight, OptTensor bias, OptTensor gn_weight, Tensor channel_mean, Tensor mean,
     Tensor rstd, int64_t num_groups, IntArray stride, IntArray padding, IntArray dilation, int64_t groups,
@@ -547,7 +548,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_mean_gradient
   p.bias_dtype = dense_bias ? check_dtype(op, "bias", *dense_bias) : Dtype::kFloat32;
   FewDgradParams q{};
   Tensor made;
-  if (mask[0]) {
+  const bool apart = mask[0] && plans->why_apart;
+  if (mask[0] && !apart) {
+    dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
+    p.dx = dx.mutable_data_ptr();
+  }
+  if (apart) {
     IntArray sizes = shape.out_sizes;
     sizes[0] = samples;
     sizes.back() = made_row_elements(shape.out[2], size);
@@ -566,7 +572,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_mean_gradient
     p.early = q.early = true;
     p.x = static_cast<const char*>(p.x) + samples * p.x_stride_n * size;
     p.gradient_rows = static_cast<const char*>(p.gradient_rows) + samples * shape.c_out * 8 * sizeof(float);
-    if (!mask[0]) continue;
+    if (!apart) continue;
     q.plan.all_tiles = plans->dx.all_tiles / samples * count;
     raise_on_error(op, run_conv_few_dgrad(q, stream));
     q.dx = static_cast<char*>(q.dx) + samples * q.dx_stride_n * size;

@@ -57,20 +57,26 @@ struct ConvGradientsChoice {
   }
 };
 
-// Both gradients for few channels of a dy that is made from x and, for dx, stored of some samples at a time.
+// Both gradients for few channels of a dy that is made from x. The kernel for dweight gives dx, too, or stores dy of
+// some samples at a time for a second one.
 struct MadeGradientPlans {
   FewWgradPlan dweight;
   FewDgradPlan dx;
-  int64_t samples = 1;  // of a turn
+  int64_t samples = 1;                            // of a turn
+  const char* why_apart = "dx is not asked for";  // null where dweight's kernel gives dx
 
-  const char* refusal(bool with_dx) const { return dweight.refusal || !with_dx ? dweight.refusal : dx.refusal; }
+  const char* refusal(bool with_dx) const {
+    return dweight.refusal || !with_dx || !why_apart ? dweight.refusal : dx.refusal;
+  }
 };
-inline constexpr int kMoreTurns = 4;          // than needed, which may fill the multiprocessors better
-inline constexpr double kTurnCycles = 60000;  // that a turn more takes, measured on an H200
+inline constexpr double kStoredGradientCost = 1.25;  // that a launch for both may take, which stores no dy
+inline constexpr int kMoreTurns = 4;                 // than needed, which may fill the multiprocessors better
+inline constexpr double kTurnCycles = 60000;         // that a turn more takes, measured on an H200
 
 // `most_samples` of dy may be stored at a time.
 inline MadeGradientPlans plan_made_gradients(ConvProblem problem, const DeviceLimits& limits, bool with_dx,
                                              int64_t most_samples) {
+  const FewWgradPlan both = plan_few_wgrad_dx(problem, limits);
   const int64_t n = problem.n, least = with_dx ? (n + most_samples - 1) / most_samples : 1;
   MadeGradientPlans best;
   double least_cycles = -1;
@@ -83,6 +89,11 @@ inline MadeGradientPlans plan_made_gradients(ConvProblem problem, const DeviceLi
     const double cycles = double(turns) * (plans.dweight.cycles + (with_dx ? plans.dx.cycles : 0) + kTurnCycles);
     if (least_cycles < 0 || cycles < least_cycles) least_cycles = cycles, best = plans;
   }
+  if (!with_dx) return best;
+  best.why_apart = both.refusal                                       ? both.refusal
+                   : both.cycles < kStoredGradientCost * least_cycles ? nullptr
+                                                                      : "two kernels are predicted to be faster";
+  if (!best.why_apart) best.dweight = both, best.samples = n;
   return best;
 }
 

@@ -27,6 +27,7 @@ struct CopyOrigin {
 // Fills the table that the copies walk over; at(i) is row i < copy.rows. Threads read whole batches of it.
 template <typename At>
 __device__ __forceinline__ void list_few_rows(const FewCopy& copy, CopiedRow* rows, int threads, At at) {
+#pragma unroll 1
   for (int i = threadIdx.x; i < copy.slots; i += threads) {
     rows[i] = i < copy.rows ? at(i) : CopiedRow{0, 0, 1 << 29, 0};
   }

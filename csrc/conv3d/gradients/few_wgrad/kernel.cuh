@@ -8,7 +8,8 @@
 // blocks' parts are added afterwards, always in the same order.
 //
 // Behind a norm and a mean, dy is an affine function of the convolution's output for each sample and channel. Then dy
-// is not read: the tile of x is convolved again, in TF32 whatever the type, which holds half values as they are.
+// is not read: the tile of x is convolved again, in TF32 whatever the type, which holds half values as they are. Where
+// the plan says so dx is given, too, from the same tiles: they are planes then, along which a block marches.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -149,6 +150,13 @@ __device__ __forceinline__ float load_value(uint32_t address) {
   }
 }
 
+// The thread's number, from which nothing is computed ahead: registers are for accumulators.
+__device__ __forceinline__ int thread_now() {
+  int thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
 // The convolution of a tile, by which dy is made.
 template <ConvMath kMath, int kDyTiles>
 struct MadeDy {
@@ -172,10 +180,12 @@ struct MadeDy {
       return x_base + row / (plan.kernel[1] * plan.kernel[0]) * plan.x_channel + kd * plan.dilation[0] * plan.x_plane +
              kh * plan.dilation[1] * plan.x_pitch + (plan.margin[0] + tap.column - plan.padding[2]) * kSize;
     };
+#pragma unroll 1
     for (int i = threadIdx.x; i < plan.k_steps * 4; i += kFewWgradThreads) {
       const int quad = i / 4 * 2;
       taps[i] = {place_of(few_wgrad_tap(plan, quad, i % 4)), place_of(few_wgrad_tap(plan, quad + 1, i % 4))};
     }
+#pragma unroll 1
     for (int i = threadIdx.x; i < plan.k_steps * tiles * 32; i += kFewWgradThreads) {
       const int lane = i % 32, tile = i / 32 % tiles, step = i / 32 / tiles;
       const int c = c_first + tile * 8 + channel_of(lane / 4);
@@ -208,46 +218,58 @@ struct MadeDy {
     return make_float4(row.affine.mean - bias, -rstd * (rstd * row.term_xhat), -rstd * row.term, 0.f);
   }
 
-  // A strip: 16 positions of all of the block's channels. `from`: the strip in x, `to`: in dy. A row of the product is
-  // a position, rows g and g + 8 being neighbours. `left` positions are dy's from this thread's first on; the others
-  // become zeros.
-  static __device__ __forceinline__ void strip(const FewWgradPlan& plan, uint32_t from, char* to, int left,
-                                               const Fragment* weights, const int2* taps, const float4* rows) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, tiles = few_wgrad_channels(plan) / 8;
-    from += g * 2 * kSize;
-    to += g * 2 * kSize;
+  // 16 positions of all of the block's channels.
+  struct Strip {
+    uint32_t from;   // in x
+    char* to;        // its unit in dy, where it begins
+    int first_byte;  // here
+    int left;        // positions of dy from this thread's first on; the others become zeros
+    bool is_there;
+  };
+
+  // Two strips, by weights that are read once. A row of a product is a position, rows g and g + 8 being neighbours.
+  static __device__ __forceinline__ void make(const FewWgradPlan& plan, const Strip (&strips)[2],
+                                              const Fragment* weights, const int2* taps, const float4* rows) {
+    const int lane = thread_now() & 31, g = lane >> 2, t = lane & 3, tiles = few_wgrad_channels(plan) / 8;
+    const bool swizzles = plan.dx_rows > 0;
     for (int first = 0; first < tiles; first += kDyTiles) {
-      float made[kDyTiles][4] = {};
+      float made[2][kDyTiles][4] = {};
       const Fragment* at = weights + first * 32 + lane;
-#pragma unroll 2
+#pragma unroll 1
       for (int k = 0; k < plan.k_steps; ++k, at += tiles * 32) {
         const int2 tap = taps[k * 4 + t];
-        const uint32_t one = from + tap.x, two = from + tap.y;
-        const float x[4] = {load_value<kMath>(one), load_value<kMath>(one + kSize), load_value<kMath>(two),
-                            load_value<kMath>(two + kSize)};
-        uint32_t a[4];
-        if constexpr (kSplit) {
-          uint32_t rest[4];
+        uint32_t a[2][4];
+        [[maybe_unused]] uint32_t rest[2][4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) split_for_tf32(x[i], &a[i], &rest[i]);
+        for (int s = 0; s < 2; ++s) {
+          const uint32_t one = strips[s].from + g * 2 * kSize + tap.x, two = strips[s].from + g * 2 * kSize + tap.y;
+          const float x[4] = {load_value<kMath>(one), load_value<kMath>(one + kSize), load_value<kMath>(two),
+                              load_value<kMath>(two + kSize)};
 #pragma unroll
-          for (int j = 0; j < kDyTiles; ++j) {
-            const uint4 b = at[j * 32];
-            // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
-            float partial[4] = {0.f, 0.f, 0.f, 0.f};
-            mma_tf32(partial, rest, b.x, b.y);
-            mma_tf32(partial, a, b.z, b.w);
-            mma_tf32(partial, a, b.x, b.y);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) made[j][i] += partial[i];
+          for (int i = 0; i < 4; ++i) {
+            if constexpr (kSplit) {
+              split_for_tf32(x[i], &a[s][i], &rest[s][i]);
+            } else {
+              a[s][i] = kMath == ConvMath::kTf32 ? to_tf32(x[i]) : __float_as_uint(x[i]);
+            }
           }
-        } else {
+        }
 #pragma unroll
-          for (int i = 0; i < 4; ++i) a[i] = kMath == ConvMath::kTf32 ? to_tf32(x[i]) : __float_as_uint(x[i]);
+        for (int j = 0; j < kDyTiles; ++j) {
+          const Fragment b = at[j * 32];
 #pragma unroll
-          for (int j = 0; j < kDyTiles; ++j) {
-            const uint2 b = at[j * 32];
-            mma_tf32(made[j], a, b.x, b.y);
+          for (int s = 0; s < 2; ++s) {
+            if constexpr (kSplit) {
+              // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
+              float partial[4] = {0.f, 0.f, 0.f, 0.f};
+              mma_tf32(partial, rest[s], b.x, b.y);
+              mma_tf32(partial, a[s], b.z, b.w);
+              mma_tf32(partial, a[s], b.x, b.y);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) made[s][j][i] += partial[i];
+            } else {
+              mma_tf32(made[s][j], a[s], b.x, b.y);
+            }
           }
         }
       }
@@ -257,9 +279,195 @@ struct MadeDy {
         for (int i = 0; i < 2; ++i) {
           const int c = (first + j) * 8 + t + i * 4;
           const float4 row = rows[c];
-          const float v[2] = {left > 0 ? fmaf(made[j][i] - row.x, row.y, row.z) : 0.f,
-                              left > 1 ? fmaf(made[j][2 + i] - row.x, row.y, row.z) : 0.f};
-          store_vec(reinterpret_cast<Value*>(to + c * plan.dy_channel), kgopt::pack<Value>(v));
+#pragma unroll
+          for (int s = 0; s < 2; ++s) {
+            if (!strips[s].is_there) continue;
+            const float v[2] = {strips[s].left > 0 ? fmaf(made[s][j][i] - row.x, row.y, row.z) : 0.f,
+                                strips[s].left > 1 ? fmaf(made[s][j][2 + i] - row.x, row.y, row.z) : 0.f};
+            const int byte =
+                (strips[s].first_byte + g * 2 * kSize) ^ (swizzles ? few_wgrad_swizzle(t + i * 4) * 16 : 0);
+            store_vec(reinterpret_cast<Value*>(strips[s].to + c * plan.dy_channel + byte), kgopt::pack<Value>(v));
+          }
+        }
+      }
+    }
+  }
+};
+
+// The input gradient from planes of dy that are made: dx[q] = sum over channels of dy and taps of w * dy[q + padding -
+// tap]. Rows of the products are taps of the width and the depth, K channels of dy and taps of the height; a row of dx
+// belongs to one warp, which adds a plane's products to planes of dx in shared memory, shifted by their tap.
+template <ConvMath kMath>
+struct MadeDx {
+  static constexpr bool kHalf = conv_channels_per_word(kMath) == 2, kSplit = kMath == ConvMath::kTf32x3;
+  static constexpr int kParts = conv_split_factor(kMath), kTiles = kMadeDxRows / 16;
+  using Element = Stored<kMath>;
+  using Value = typename MadeDy<kMath, 1>::Value;
+
+  static __device__ __forceinline__ void pack(const FewWgradParams& p, uint32_t* weights, int* offsets, int2* table) {
+    const FewWgradPlan& plan = p.plan;
+    const int pairs = few_wgrad_channels(plan) / 8 * plan.kernel[1], in_depth = plan.kernel[0] * p.c_in;
+    constexpr int kPairs = kHalf ? 2 : 1;  // of 8 channels and a tap of the height, in a step of K
+#pragma unroll 1
+    for (int i = threadIdx.x; i < plan.dx_k_steps * kPairs; i += kFewWgradThreads) {
+      const int pair = min(i, pairs - 1);  // beyond, weights are zero
+      offsets[i] = pair / plan.kernel[1] * 8 * plan.dy_channel +
+                   (plan.kernel[1] - 1 - pair % plan.kernel[1]) * plan.dilation[1] * plan.dy_pitch;
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kMadeDxRows; i += kFewWgradThreads) {
+      const int kw = i / in_depth, kd = i / p.c_in % plan.kernel[0];
+      table[i] = {i % p.c_in * plan.dx_channel + kw, kd * plan.dilation[0] << 8 | kw};
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < plan.dx_k_steps * kTiles * 128; i += kFewWgradThreads) {
+      const int lane = i / 4 % 32, g = lane / 4, t = lane % 4, part = i / 2 % 2;
+      const int row = i / 128 % kTiles * 16 + g + i % 2 * 8, step = i / 128 / kTiles;
+      const int pair = kHalf ? step * 2 + part : step;
+      const int kw = row / in_depth, kd = row / p.c_in % plan.kernel[0], c = row % p.c_in;
+      auto read = [&](int c_out) -> Element {
+        c_out += pair / plan.kernel[1] * 8;
+        if (kw >= plan.kernel[2] || pair >= pairs || c_out >= p.c_out) return 0;
+        return static_cast<const Element*>(p.weight)[c_out * p.w_stride_out + c * p.w_stride_in + kd * p.w_stride_k[0] +
+                                                     pair % plan.kernel[1] * p.w_stride_k[1] + kw * p.w_stride_k[2]];
+      };
+      if constexpr (kHalf) {
+        weights[i] = uint32_t(read(2 * t)) | uint32_t(read(2 * t + 1)) << 16;
+      } else if constexpr (kSplit) {
+        uint32_t* const at = weights + i / 128 * 256 + i % 128;
+        split_for_tf32(read(t + part * 4), at, at + 128);
+      } else {
+        weights[i] = to_tf32(read(t + part * 4));
+      }
+    }
+  }
+
+  // Adds what a plane of dy, the given one of its march, gives to `rows` rows of dx.
+  static __device__ __forceinline__ void add_plane(const FewWgradPlan& plan, uint32_t dy, uint32_t weights,
+                                                   const int* offsets, const int2* table, float* sums, int step,
+                                                   int rows) {
+    const int thread = thread_now(), lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
+    weights += lane * 16;
+    // Of the matrix or vector that this thread names or gets.
+    if constexpr (kHalf) {
+      dy += (lane & 7) * plan.dy_channel + ((lane >> 4) ^ few_wgrad_swizzle(lane & 7)) * 16;
+    } else {
+      dy += t * plan.dy_channel + (g >> 2) * 64 + ((g & 3) ^ few_wgrad_swizzle(t)) * 16;
+    }
+    const int slot = (step + 1) % plan.dx_slots, far = 4 * plan.dy_channel;
+    int at[kTiles][2], taps[kTiles][2];
+#pragma unroll
+    for (int i = 0; i < kTiles * 2; ++i) {
+      const int2 row = table[i * 8 + g];
+      const int own = slot + (row.y >> 8);
+      at[i / 2][i % 2] =
+          row.x + (own >= plan.dx_slots ? own - plan.dx_slots : own) * plan.dx_slot + t * (kHalf ? 2 : 8);
+      taps[i / 2][i % 2] = row.y & 255;
+    }
+#pragma unroll 1
+    for (int row = warp; row < rows; row += kFewWgradWarps) {
+#pragma unroll 1
+      for (int first = 0; first < plan.dx_pitch - 4; first += kMadeDxUnit) {
+        float acc[kTiles][4][4] = {};
+        const uint32_t unit = dy + row * plan.dy_pitch + first * int(sizeof(Element));
+#pragma unroll 1
+        for (int k = 0; k < plan.dx_k_steps; ++k) {
+          uint32_t a[kTiles][kParts][4];
+#pragma unroll
+          for (int i = 0; i < kTiles * kParts; ++i) {
+            const uint4 v = load_four(weights + (k * kTiles * kParts + i) * 512);
+            uint32_t (&to)[4] = a[i / kParts][i % kParts];
+            to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+          }
+          uint32_t b[4][2];
+          [[maybe_unused]] uint32_t b_rest[kSplit ? 4 : 1][2];
+          if constexpr (kHalf) {
+            const uint32_t from = unit + offsets[2 * k + (lane >> 3 & 1)];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              uint32_t v[4];
+              load_matrices_transposed(v, from ^ (i * 32));
+              b[2 * i][0] = v[0], b[2 * i][1] = v[1], b[2 * i + 1][0] = v[2], b[2 * i + 1][1] = v[3];
+            }
+          } else {
+            const uint32_t from = unit + offsets[k];
+            const uint4 one = load_four(from), two = load_four((from ^ 16) + far);
+            const uint32_t words[4][2] = {{one.x, two.x}, {one.y, two.y}, {one.z, two.z}, {one.w, two.w}};
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+              const float v = __uint_as_float(words[i / 2][i % 2]);
+              if constexpr (kSplit) {
+                split_for_tf32(v, &b[i / 2][i % 2], &b_rest[i / 2][i % 2]);
+              } else {
+                b[i / 2][i % 2] = to_tf32(v);
+              }
+            }
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+#pragma unroll
+            for (int m = 0; m < kTiles; ++m) {
+              if constexpr (kSplit) {
+                // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
+                float partial[4] = {0.f, 0.f, 0.f, 0.f};
+                mma_tf32(partial, a[m][1], b[j][0], b[j][1]);
+                mma_tf32(partial, a[m][0], b_rest[j][0], b_rest[j][1]);
+                mma_tf32(partial, a[m][0], b[j][0], b[j][1]);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) acc[m][j][i] += partial[i];
+              } else {
+                multiply<kMath>(acc[m][j], a[m][0], b[j][0], b[j][1]);
+              }
+            }
+          }
+        }
+        // The taps of the width one after the other: their positions overlap.
+#pragma unroll 1
+        for (int tap = 0; tap < plan.kernel[2]; ++tap) {
+          __syncwarp();
+#pragma unroll
+          for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              if (taps[m][i] != tap) continue;
+              float* const to = sums + at[m][i] + row * plan.dx_pitch + first;
+              float v[8];
+#pragma unroll
+              for (int j = 0; j < 8; ++j) v[j] = to[kHalf ? j / 2 * 8 + j % 2 : j % 2 * 4 + j / 2];
+#pragma unroll
+              for (int j = 0; j < 8; ++j) {
+                to[kHalf ? j / 2 * 8 + j % 2 : j % 2 * 4 + j / 2] = v[j] + acc[m][j / 2][i * 2 + j % 2];
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Stores the plane of dx that is complete where `stores`, and leaves zeros in its place; at the end of a march also
+  // in all others. Each warp its own rows. `dx`: the slab's first row of the plane.
+  static __device__ __forceinline__ void finish_plane(const FewWgradParams& p, Element* dx, float* sums, int step,
+                                                      int rows, bool stores) {
+    const FewWgradPlan& plan = p.plan;
+    const int thread = thread_now(), lane = thread & 31, warp = thread >> 5, slot = (step + 1) % plan.dx_slots;
+    const bool ends = step == plan.steps - 1;
+    __syncwarp();
+#pragma unroll 1
+    for (int i = ends ? 0 : slot; i <= (ends ? plan.dx_slots - 1 : slot); ++i) {
+      const bool stores_now = stores && i == slot;
+#pragma unroll 1
+      for (int row = warp; row < rows; row += kFewWgradWarps) {
+#pragma unroll 1
+        for (int c = 0; c < p.c_in; ++c) {
+          float* const from = sums + i * plan.dx_slot + c * plan.dx_channel + row * plan.dx_pitch;
+          Element* const to = dx + c * p.x_stride_c + row * p.x_stride[1] - plan.padding[2];
+          for (int at = lane; at < plan.dx_pitch; at += 32) {
+            if (stores_now && unsigned(at - plan.padding[2]) < unsigned(p.in[2])) {
+              reinterpret_cast<Value*>(to)[at] = from_acc<Value>(from[at]);
+            }
+            from[at] = 0.f;
+          }
         }
       }
     }
@@ -292,6 +500,7 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
   const int tile_d = plan.tile[0], tile_h = plan.tile[1];
   const int unit_count = few_wgrad_units(plan);
 
+#pragma unroll 1
   for (int i = tid; i < unit_count; i += kFewWgradThreads) {
     const int across = plan.dy_pitch / kFewWgradUnit;
     const int w = i % across, h = i / across % tile_h, d = i / (across * tile_h);
@@ -318,7 +527,22 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
   int2* const taps = reinterpret_cast<int2*>(smem_bytes + layout.taps);
   float4* const rows = reinterpret_cast<float4*>(smem_bytes + layout.rows);
   char* const made = smem_bytes + layout.made;
-  if constexpr (kMakesDy) Made::pack(p, c_first, x_base, weights, taps);
+  using Dx = MadeDx<kMath>;
+  const bool gives_dx = kMakesDy && plan.dx_rows > 0;
+  uint32_t* const dx_weights = reinterpret_cast<uint32_t*>(smem_bytes + layout.dx_weights);
+  int* const dx_offsets = reinterpret_cast<int*>(smem_bytes + layout.dx_offsets);
+  int2* const dx_table = reinterpret_cast<int2*>(smem_bytes + layout.dx_table);
+  float* const dx_sums = reinterpret_cast<float*>(smem_bytes + layout.dx_sums);
+  // Planes and rows of dy ahead of those that dx's own position is multiplied with.
+  const int reach_d = (plan.kernel[0] - 1) * plan.dilation[0], reach_h = (plan.kernel[1] - 1) * plan.dilation[1];
+  if constexpr (kMakesDy) {
+    Made::pack(p, c_first, x_base, weights, taps);
+    if (gives_dx) {
+      Dx::pack(p, dx_weights, dx_offsets, dx_table);
+#pragma unroll 1
+      for (int i = tid; i < plan.dx_slots * plan.dx_slot; i += kFewWgradThreads) dx_sums[i] = 0.f;
+    }
+  }
 
   // This thread's rows of x and channels of dy, in a stage.
   uint32_t x_row[kXTiles], dy_row;
@@ -331,20 +555,31 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
                kh * plan.dilation[1] * plan.x_pitch + plan.margin[0] * kSize + t * 16;
   }
   const int split = warp % plan.splits, group = warp / plan.splits, groups = kFewWgradWarps / plan.splits;
-  dy_row = (split * kDyTiles * 8 + g) * plan.dy_channel + t * 16;
+  dy_row = (split * kDyTiles * 8 + g) * plan.dy_channel + (gives_dx ? t ^ few_wgrad_swizzle(g) : t) * 16;
 
   const int all_tiles = static_cast<int>(plan.all_tiles);
   const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
-  const int in_sample = static_cast<int>(plan.tiles[0]) * tiles_h * tiles_w;
+  const int in_sample = static_cast<int>(plan.tiles[0]) * tiles_h * tiles_w * plan.steps;
   struct Corner {
     int d, h, w;
   };
+  // Where dx is given, tiles along a march are neighbours; dy's first ones may lie ahead of the tensor.
   auto corner_of = [&](int tile) {
     const int rest = tile % in_sample;
+    if (gives_dx) {
+      const int march = rest / plan.steps;
+      return Corner{march / tiles_h * plan.dx_planes + plan.padding[0] - reach_d + rest % plan.steps,
+                    march % tiles_h * plan.dx_rows + plan.padding[1] - reach_h, 0};
+    }
     return Corner{rest / (tiles_w * tiles_h) * tile_d, rest / tiles_w % tiles_h * tile_h,
                   rest % tiles_w * plan.tile[2]};
   };
-  int load_tile = blockIdx.x, load_stage = 0;
+  const auto tile_after = [&](int tile) {
+    const bool goes_on = kMakesDy && (tile + 1) % plan.steps != 0;
+    return goes_on ? tile + 1 : tile + 1 + (static_cast<int>(gridDim.x) - 1) * plan.steps;
+  };
+  const int first_tile = static_cast<int>(blockIdx.x) * plan.steps;
+  int load_tile = first_tile, load_stage = 0;
   auto load = [&] {
     if (load_tile < all_tiles) {
       const int64_t n = load_tile / in_sample;
@@ -363,7 +598,7 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
           plan.x_copy, stage, x + in_d * p.x_stride[0] + in_h * p.x_stride[1] + in_w, x_rows,
           {in_d, in_h, in_w, {plan.halo[0], plan.halo[1]}, {p.in[0], p.in[1], p.in[2]}, plan.x_copy.rows});
       if (++load_stage == plan.stages) load_stage = 0;
-      load_tile += gridDim.x;
+      load_tile = tile_after(load_tile);
     }
     cp_async_commit();
   };
@@ -377,22 +612,30 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
   if constexpr (kMakesDy) {
     wait_for_prerequisites();
     let_dependents_start();
-    load_row(blockIdx.x);
+    load_row(first_tile);
+    if (tid < channels) rows[tid] = row;
   }
   __syncthreads();
-  for (int i = 0; i < plan.stages - 1; ++i) load();
+  // One place where copies are started, where code would be much of the kernel's.
+  int ahead = plan.stages - 1;
+  if constexpr (!kMakesDy) {
+    for (; ahead > 0; --ahead) load();
+  }
   int stage = 0;
-  for (int tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
-    if (plan.stages == 2) {
-      cp_async_wait_all();
-    } else {
-      cp_async_wait_group<1>();
+  for (int tile = first_tile; tile < all_tiles;) {
+    if (ahead == 0) {
+      if (plan.stages == 2) {
+        cp_async_wait_all();
+      } else {
+        cp_async_wait_group<1>();
+      }
+      __syncthreads();  // this tile is there for all, and all have read the one before it
     }
-    if constexpr (kMakesDy) {
-      if (tid < channels) rows[tid] = row;
-    }
-    __syncthreads();  // this tile is there for all, and all have read the one before it
     load();
+    if (kMakesDy && ahead > 0) {
+      --ahead;
+      continue;
+    }
     const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(stages + stage * plan.stage_bytes));
     if (++stage == plan.stages) stage = 0;
     const Corner corner = corner_of(tile);
@@ -400,16 +643,45 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
     const uint32_t left_rows = min(p.out[0] - corner.d, 0x7fff) << 16 | min(p.out[1] - corner.h, 0x7fff) | 0x80008000u;
     const int left_words = (p.out[2] - corner.w) * kSize / 4 - t * 4;
     const uint32_t dy_base = kMakesDy ? static_cast<uint32_t>(__cvta_generic_to_shared(made)) : base;
+    // Some sums step aside while dy and dx are made; else the compiler keeps them out of registers in the last loop,
+    // too.
+    constexpr int kAside = kMakesDy && !kSplit ? 24 : 0;
+    float aside[kAside + 1];
+    const auto for_those_aside = [&](auto f) {
+#pragma unroll
+      for (int i = 0; i < kAside; ++i) {
+        f(acc[i / 4 / kTaps / kBTiles][i / 4 / kTaps % kBTiles][i / 4 % kTaps][i % 4],
+          static_cast<uint32_t>(__cvta_generic_to_local(aside)) + i * 4);
+      }
+    };
+    for_those_aside([](float& sum, uint32_t at) {
+      asm volatile("st.local.f32 [%0], %1;" ::"r"(at), "f"(sum) : "memory");
+    });
+    const bool dy_is_there = !gives_dx || unsigned(corner.d) < unsigned(p.out[0]);
     if constexpr (kMakesDy) {
-      load_row(tile + gridDim.x);
+      load_row(tile_after(tile));
 #pragma unroll 1
-      for (int i = warp; i < unit_count * Made::kStrips; i += kFewWgradWarps) {
-        const int4 at = units[i / Made::kStrips];
-        if (((left_rows - at.z - 0x00010001u) & 0x80008000u) != 0x80008000u) continue;
-        const int first = i % Made::kStrips * 16, left = p.out[2] - corner.w - at.w * 4 / kSize - first - g * 2;
-        Made::strip(plan, base + at.y + first * kSize, made + at.x + first * kSize, left, weights, taps, rows);
+      for (int i = dy_is_there ? warp : 1 << 30; i < unit_count * Made::kStrips; i += kFewWgradWarps * 2) {
+        typename Made::Strip strips[2];
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+          const int number = i + s * kFewWgradWarps;
+          const int4 at = units[min(number / Made::kStrips, unit_count - 1)];
+          const int first = number % Made::kStrips * 16;
+          strips[s] = {base + at.y + first * kSize, made + at.x, first * kSize,
+                       p.out[2] - corner.w - at.w * 4 / kSize - first - g * 2, number < unit_count * Made::kStrips};
+          if (((left_rows - at.z - 0x00010001u) & 0x80008000u) == 0x80008000u && (at.z & 0xffff) >= -corner.h) continue;
+          if (gives_dx && strips[s].is_there && first == 0) {  // dx reads it
+            for (int j = lane; j < channels * 4; j += 32) {
+              *reinterpret_cast<uint4*>(made + at.x + j / 4 * plan.dy_channel + j % 4 * 16) = make_uint4(0, 0, 0, 0);
+            }
+          }
+          strips[s].is_there = false;
+        }
+        if (strips[0].is_there || strips[1].is_there) Made::make(plan, strips, weights, taps, rows);
       }
       __syncthreads();
+      if (tid < channels) rows[tid] = row;
       if (p.made) {
         Element* const to = static_cast<Element*>(p.made) + tile / in_sample * p.dy_stride_n + c_first * p.dy_stride_c;
         store_few_rows<kFewWgradThreads>(plan.dy_copy, made,
@@ -422,8 +694,30 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
                                           (p.c_out - c_first) * tile_d * tile_h});
       }
     }
+    int first_unit = group;
+    if (gives_dx) {
+      // Planes and rows that two marches or slabs make count once: for all but the first those behind the reach.
+      const int step = tile % plan.steps, march = tile % in_sample / plan.steps;
+      const int own = max(march % tiles_h > 0 ? reach_h : 0, -corner.h);
+      first_unit += own * (plan.dy_pitch / kFewWgradUnit);
+      if (!dy_is_there || (march >= tiles_h && step < reach_d)) first_unit = unit_count;
+      if constexpr (kMakesDy) {
+        const int d = corner.d - plan.padding[0], h = march % tiles_h * plan.dx_rows;  // of dx, of its complete plane
+        const int rows_now = min(plan.dx_rows, p.in[1] - h);
+        if (dy_is_there) {
+          Dx::add_plane(plan, dy_base, static_cast<uint32_t>(__cvta_generic_to_shared(dx_weights)), dx_offsets,
+                        dx_table, dx_sums, step, rows_now);
+        }
+        Element* const dx =
+            static_cast<Element*>(p.dx) + tile / in_sample * p.x_stride_n + d * p.x_stride[0] + h * p.x_stride[1];
+        Dx::finish_plane(p, dx, dx_sums, step, rows_now, step >= reach_d && d < p.in[0]);
+      }
+    }
+    for_those_aside([&](float& sum, uint32_t at) {
+      asm volatile("ld.local.f32 %0, [%1];" : "=f"(sum) : "r"(at) : "memory");
+    });
 #pragma unroll 1
-    for (int unit = group; unit < unit_count; unit += groups) {
+    for (int unit = first_unit; unit < unit_count; unit += groups) {
       const int4 at = units[unit];
       if (((left_rows - at.z - 0x00010001u) & 0x80008000u) != 0x80008000u) continue;
       // Where dy ends x may go on, with values that nothing is to be multiplied by, not even zero: NaN and infinities.
@@ -517,6 +811,7 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
         }
       }
     }
+    tile = tile_after(tile);
   }
   cp_async_wait_all();
 

@@ -34,6 +34,14 @@ struct FewWgradPlan {
   // convolution, of two quads of taps.
   bool makes_dy = false;
   int k_steps = 0;
+  // dx is given, too: a block marches along the depth over planes of dy, each with the rows that some rows of dx want
+  // (a slab), and adds what each plane gives to planes of dx that are under way.
+  int dx_rows = 0;                                // of a slab; 0: dx is not given
+  int dx_planes = 0;                              // of a march
+  int steps = 1;                                  // planes of dy of a march
+  int dx_slots = 0;                               // planes of dx under way
+  int dx_pitch = 0, dx_channel = 0, dx_slot = 0;  // words from row to row, channel to channel, plane to plane of them
+  int dx_k_steps = 0;  // of the products that give dx: of 8 (TF32) or 16 channels and taps of the height
   int kernel[3] = {1, 1, 1};
   int step[3] = {1, 1, 1};
   int dilation[3] = {1, 1, 1};
@@ -79,6 +87,14 @@ KGOPT_HD FewWgradTap few_wgrad_tap(const FewWgradPlan& p, int quad, int i) {
   return tap.row < p.rows && quad < few_wgrad_quads(p) ? tap : FewWgradTap{-1, 0};
 }
 
+// Rows of the products that give dx are (tap of the width, tap of the depth, channel of dx), in two tiles of 16.
+inline constexpr int kMadeDxRows = 32;
+inline constexpr int kMadeDxUnit = 32;  // positions of a row of dy that a warp multiplies at once
+
+// 16-byte pieces of a channel's rows of dy that is made are exchanged within 64 bytes, so that eight channels lie in
+// different banks: the number of piece i is i ^ few_wgrad_swizzle(channel).
+KGOPT_HD constexpr int few_wgrad_swizzle(int channel) { return (channel >> 1 & 1) * 2 + (channel >> 2 & 1); }
+
 // Passed by value as a __grid_constant__.
 struct FewWgradParams {
   const void* x;
@@ -95,6 +111,7 @@ struct FewWgradParams {
   const void* bias;  // of bias_dtype, or null
   Dtype bias_dtype;
   void* made;
+  void* dx;  // where the plan gives it, with x's strides
   // Samples may come in several launches, one after the other, whose sums are one.
   bool adds;        // to the partial sums that are there
   bool more;        // launches follow: the partial sums stay what they are

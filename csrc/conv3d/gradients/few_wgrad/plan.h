@@ -21,6 +21,9 @@ struct FewWgradLayout {
   int taps;     // an int2 per thread of four and k step: where its two taps lie in x
   int rows;     // a float4 per channel: center, scale and offset of the convolution
   int made;     // a tile of dy
+  // Where dx is given: fragments [k step][16 rows][part][lane] of 16 bytes; where a part of a k step lies in dy; an
+  // int2 per row of the products; planes of dx.
+  int dx_weights, dx_offsets, dx_table, dx_sums;
   int stages;
   int total;
 };
@@ -38,7 +41,11 @@ KGOPT_HD FewWgradLayout few_wgrad_layout(const FewWgradPlan& p) {
   const int channels = few_wgrad_channels(p);
   s.taps = s.weights + (p.makes_dy ? p.k_steps * channels * 32 * conv_split_factor(p.math) : 0);
   s.rows = s.taps + align(p.k_steps * 8 * 4);
-  s.made = s.rows + (p.makes_dy ? align(channels * 16) : 0);
+  s.dx_weights = s.rows + (p.makes_dy ? align(channels * 16) : 0);
+  s.dx_offsets = s.dx_weights + p.dx_k_steps * (kMadeDxRows / 16) * conv_split_factor(p.math) * 512;
+  s.dx_table = s.dx_offsets + align(p.dx_k_steps * 8);
+  s.dx_sums = s.dx_table + (p.dx_rows > 0 ? kMadeDxRows * 8 : 0);
+  s.made = s.dx_sums + align(p.dx_slots * p.dx_slot * 4);
   s.stages = s.made + p.made_bytes;
   const int sums = few_wgrad_floats(p) * 4;  // at the end, over the stages
   s.total = s.stages + (p.stage_bytes * p.stages > sums ? p.stage_bytes * p.stages : sums);
@@ -71,6 +78,7 @@ inline bool few_wgrad_tile(FewWgradPlan* p, const ConvProblem& q, const DeviceLi
   const int x_bytes = (p->margin[0] + p->tile[2] + p->margin[1]) * size;
   const int64_t dy_row = p->makes_dy ? made_row_elements(q.out[2], size) : q.out[2];
   p->dy_copy = few_copy(dy_row * size, p->dy_pitch, few_wgrad_channels(*p) * d * h, kFewWgradThreads);
+  if (p->dx_rows > 0) p->dy_copy.rows = p->dy_copy.slots = p->dy_copy.pieces = 0;  // it is not stored
   p->x_copy = few_copy(q.in[2] * size, x_bytes, static_cast<int>(q.c_in) * p->halo[0] * p->halo[1], kFewWgradThreads);
   // At the end room for one row more.
   const int64_t dy_bytes = int64_t(few_wgrad_channels(*p)) * p->dy_channel + 64;
@@ -102,12 +110,18 @@ inline double few_wgrad_cost(const FewWgradPlan& p, const ConvProblem& q) {
     made = strips * (p.k_steps * (8.0 + (split ? 4 : 2) * tiles) + 8 * tiles);
     made_mma = strips * p.k_steps * tiles * (split ? 3 : 1) * 2;
   }
+  double dx = 0, dx_mma = 0;
+  if (p.dx_rows > 0) {
+    const double of_dx = p.dx_rows * double(p.tile[2] / kMadeDxUnit);
+    dx = of_dx * (p.dx_k_steps * (split ? 26.0 : 17.0) + 6.0 * 16);
+    dx_mma = of_dx * p.dx_k_steps * 8 * (split ? 3 : 1) * 2;
+  }
   // A row begins and ends within sectors of 32 bytes.
   const double memory = (dy_rows * (p.dy_pitch + 32) + x_rows * (p.x_copy.pieces * p.x_copy.piece + 32)) / 18;
   // A block alone has nobody to work while it waits.
   const double waits = split ? 1.2 : 1.0;
-  return (std::max(std::max(mma + made_mma, memory), shared + copies + made) + 0.2 * (mma + made_mma + copies) + 600) *
-         waits;
+  const double all_mma = mma + made_mma + dx_mma;
+  return (std::max(std::max(all_mma, memory), shared + copies + made + dx) + 0.2 * (all_mma + copies) + 600) * waits;
 }
 
 }  // namespace plan_detail
@@ -184,6 +198,72 @@ inline FewWgradPlan plan_few_wgrad(const ConvProblem& q, const DeviceLimits& lim
   p.blocks = static_cast<int>(std::min<int64_t>(
       p.all_tiles, std::max<int64_t>(1, int64_t(limits.sm_count) * p.blocks_per_sm / p.channel_blocks)));
   p.partial_floats = int64_t(p.channel_blocks) * p.blocks * few_wgrad_floats(p);
+  return p;
+}
+
+// The same with dx from the same launch: dy is made, and stored nowhere.
+inline FewWgradPlan plan_few_wgrad_dx(const ConvProblem& q, const DeviceLimits& limits) {
+  FewWgradPlan p = plan_few_wgrad(q, limits, /*makes_dy=*/true);
+  const auto refuse = refuser(p);
+  if (p.refusal) return p;
+  int reach[2];
+  for (int i = 0; i < 3; ++i) {
+    if (p.step[i] != 1) return refuse("a stride");
+    if (i < 2) reach[i] = (p.kernel[i] - 1) * p.dilation[i];
+    if (p.padding[i] > (i < 2 ? reach[i] : p.kernel[2] - 1)) return refuse("a padding above the kernel's");
+  }
+  if (q.c_in * p.kernel[0] * p.kernel[2] > kMadeDxRows) {
+    return refuse("input channels times taps of depth and width above 32");
+  }
+  if (p.channel_blocks > 1) return refuse("more output channels than a block has");
+  if (reach[0] >= q.in[0]) return refuse("fewer planes than the kernel reaches over");
+  const bool half = q.dtype != Dtype::kFloat32;
+  const int pairs = few_wgrad_channels(p) / 8 * p.kernel[1];
+  p.dx_k_steps = half ? (pairs + 1) / 2 : pairs;
+  p.dx_slots = reach[0] + 1;
+  const int64_t width = (q.out[2] + kMadeDxUnit - 1) / kMadeDxUnit * kMadeDxUnit;
+  if (width > 1024) return refuse("rows of more than 1024 positions");
+  p.dx_pitch = static_cast<int>(width) + 4;
+  const int64_t capacity = int64_t(limits.sm_count) * p.blocks_per_sm;
+  double best = -1;
+  FewWgradPlan chosen;
+  int last_rows = 0;
+  for (int slabs : {1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 18, 21, 25, 32, 42, 64, 128}) {
+    const int64_t rows = (q.in[1] + slabs - 1) / slabs;
+    if (rows == last_rows || rows > 512) continue;
+    last_rows = p.dx_rows = static_cast<int>(rows);
+    p.dx_channel = p.dx_rows * p.dx_pitch;
+    while (p.dx_channel % 32 != (half ? 8 : 1)) ++p.dx_channel;  // neighbouring channels: other banks
+    if (double(p.dx_slots) * double(q.c_in) * p.dx_channel * 4 > limits.smem_per_block) continue;
+    p.dx_slot = static_cast<int>(q.c_in) * p.dx_channel;
+    for (int stages : {3, 2}) {
+      p.stages = stages;
+      if (!plan_detail::few_wgrad_tile(&p, q, limits, 1, p.dx_rows + reach[1], width)) continue;
+      const double cost = plan_detail::few_wgrad_cost(p, q) * (stages == 2 ? 1.05 : 1.0);
+      const int64_t slabs_now = (q.in[1] + rows - 1) / rows;
+      for (int parts : {1, 2, 3, 4, 6, 8, 12, 16, 32}) {
+        const int64_t planes = (q.in[0] + parts - 1) / parts;
+        const int64_t marches = q.n * slabs_now * ((q.in[0] + planes - 1) / planes);
+        const double cycles =
+            std::ceil(double(marches) / double(capacity)) * p.blocks_per_sm * double(planes + reach[0]) * cost;
+        if (best >= 0 && cycles >= best) continue;
+        best = cycles;
+        chosen = p;
+        chosen.dx_planes = static_cast<int>(planes);
+        chosen.steps = chosen.dx_planes + reach[0];
+        chosen.tiles[0] = (q.in[0] + planes - 1) / planes;
+        chosen.tiles[1] = slabs_now;
+        chosen.tiles[2] = 1;
+        chosen.all_tiles = marches * chosen.steps;
+        chosen.blocks = static_cast<int>(std::min(marches, capacity));
+      }
+    }
+  }
+  if (best < 0) return refuse("a tile does not fit in shared memory");
+  p = chosen;
+  if (p.all_tiles > (int64_t(1) << 31) - 1) return refuse("more than 2^31 tiles");
+  p.cycles = best;
+  p.partial_floats = int64_t(p.blocks) * few_wgrad_floats(p);
   return p;
 }
 
