@@ -125,6 +125,7 @@ def test_dtypes_are_pytorch_s(function, halves, autocast_without_a_gpu):
     assert seen == [torch.float16 if halves else torch.float32] * len(report.sites)
 
 
+@needs_cuda_build
 def test_sums_in_backward_stay_in_float32(autocast_without_a_gpu):
     """Each position of a padding that repeats adds to the same gradient: in half precision each sum would round."""
 
