@@ -6,14 +6,9 @@
 namespace kgopt {
 namespace {
 
-// With kScaled it reads fp16 values that are too large by a power of two a channel. Without kScaled, a chain that is
-// walked has the instance with a residual alone: where there is none, y is read in its place, which hits the L1.
-struct MayHaveResidual {
-  bool has_residual;
-};
-struct Decided {};
+// With kScaled it reads fp16 values that are too large by a power of two a channel.
 template <typename T, bool kResidual, Chain kAct, bool kScaled>
-struct AddBias : std::conditional_t<kResidual && kAct == Chain::kAny && !kScaled, MayHaveResidual, Decided> {
+struct AddBias {
   using Element = T;
   using Input = std::conditional_t<kScaled, __half, T>;
   static constexpr int kInputs = kResidual ? 2 : 1;
@@ -37,13 +32,11 @@ struct AddBias : std::conditional_t<kResidual && kAct == Chain::kAny && !kScaled
   template <int kSize, typename CoefOf>
   __device__ __forceinline__ void apply(CoefOf coef, const acc_t<T> (&y)[kSize], const acc_t<T> (&residual)[kSize],
                                         acc_t<T> (&out)[kSize]) const {
-    bool adds = kResidual;
-    if constexpr (std::is_base_of_v<MayHaveResidual, AddBias>) adds = this->has_residual;
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
       acc_t<T> value = y[j];
       if constexpr (kScaled) value = value * coef(j).factors.x * coef(j).factors.y;
-      out[j] = (value + coef(j).bias + (adds ? residual[j] : acc_t<T>(0))) * scale;
+      out[j] = (value + coef(j).bias + (kResidual ? residual[j] : acc_t<T>(0))) * scale;
     }
     if constexpr (kAct == Chain::kRelu) {
       apply_chain<kAct, kIsCoarse<T>>(floored(act), out);
@@ -53,16 +46,13 @@ struct AddBias : std::conditional_t<kResidual && kAct == Chain::kAny && !kScaled
   }
 };
 
-template <typename T, Chain kAct, bool kScaled>
-Status launch_act(const BiasResidualParams& p, cudaStream_t stream);
-
 template <typename T, bool kResidual, Chain kAct, bool kScaled>
 Status launch(const BiasResidualParams& p, cudaStream_t stream) {
   using F = AddBias<T, kResidual, chain_for<T>(kAct), kScaled>;
   ElementwiseArgs<F> a{};
   a.y = static_cast<T*>(p.y);
   a.x = kScaled ? static_cast<const typename F::Input*>(p.scaled) : static_cast<const typename F::Input*>(p.y);
-  a.second = static_cast<const T*>(p.residual ? p.residual : p.y);
+  a.second = static_cast<const T*>(p.residual);
   a.n = p.n;
   a.c = p.c;
   a.s = p.s;
@@ -71,19 +61,15 @@ Status launch(const BiasResidualParams& p, cudaStream_t stream) {
   a.f.channels = static_cast<uint32_t>(p.c);
   a.f.scale = static_cast<acc_t<T>>(p.scale);
   a.f.act = p.act;
-  if constexpr (std::is_base_of_v<MayHaveResidual, F>) a.f.has_residual = p.residual != nullptr;
   if constexpr (chain_for<T>(kAct) != Chain::kAny) {
-    if (elementwise_size(a, p.channels_last) == 1) return launch_act<T, Chain::kAny, kScaled>(p, stream);
+    if (elementwise_size(a, p.channels_last) == 1) return launch<T, kResidual, Chain::kAny, kScaled>(p, stream);
   }
   return launch_elementwise("bias_residual_kernel", a, p.channels_last, stream);
 }
 
 template <typename T, Chain kAct, bool kScaled>
 Status launch_act(const BiasResidualParams& p, cudaStream_t stream) {
-  if constexpr (kScaled || chain_for<T>(kAct) != Chain::kAny) {
-    if (p.residual == nullptr) return launch<T, false, kAct, kScaled>(p, stream);
-  }
-  return launch<T, true, kAct, kScaled>(p, stream);
+  return p.residual != nullptr ? launch<T, true, kAct, kScaled>(p, stream) : launch<T, false, kAct, kScaled>(p, stream);
 }
 
 template <typename T, bool kScaled>

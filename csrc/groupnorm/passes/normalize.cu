@@ -8,20 +8,18 @@
 namespace kgopt {
 namespace {
 
-// The instances that walk chains take a residual, too. Without one x stands in for it, whose second read hits the L1.
-template <typename T, Chain kPre, Chain kAct>
+template <typename T, Chain kPre, Chain kAct, bool kResidual>
 struct Normalize {
   using Element = T;
   using Acc = acc_t<T>;
-  static constexpr bool kWalks = kPre == Chain::kAny && kAct == Chain::kAny;
-  [[maybe_unused]] static constexpr bool kHasScalars = kWalks;
-  [[maybe_unused]] static constexpr int kInputs = kWalks ? 2 : 1;
+  static constexpr int kInputs = kResidual ? 2 : 1;
+  static constexpr bool kWalks = kPre == Chain::kAny && kAct == Chain::kAny, kHasScalars = kWalks;
   struct alignas(4 * sizeof(Acc) > 16 ? 16 : 4 * sizeof(Acc)) Coef {
     Acc mean, rstd, weight, bias;
   };
   const Coef* table;
   ActChain pre, act;
-  bool add_input, has_residual;
+  bool add_input;
 
   template <Chain kChain, int kSize>
   static __device__ __forceinline__ void apply(const ActChain& chain, Acc (&y)[kSize]) {
@@ -45,9 +43,9 @@ struct Normalize {
     apply<kPre>(pre, y);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) y[j] = (y[j] - coef(j).mean) * coef(j).weight + coef(j).bias;
-    if constexpr (kWalks) {
+    if constexpr (kResidual) {
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) y[j] = has_residual ? y[j] + residual[j] : y[j];
+      for (int j = 0; j < kSize; ++j) y[j] += residual[j];
     }
     apply<kAct>(act, y);
     if (!add_input) return;
@@ -61,7 +59,7 @@ ElementwiseArgs<F> args_of(const NormalizeParams& p) {
   using T = typename F::Element;
   ElementwiseArgs<F> a{};
   a.x = static_cast<const T*>(p.x);
-  a.second = p.residual ? static_cast<const T*>(p.residual) : a.x;
+  a.second = static_cast<const T*>(p.residual);
   a.y = static_cast<T*>(p.y);
   a.n = p.dims.n;
   a.c = p.dims.c;
@@ -70,13 +68,12 @@ ElementwiseArgs<F> args_of(const NormalizeParams& p) {
   a.f.pre = p.pre_act;
   a.f.act = p.act;
   a.f.add_input = p.add_input;
-  a.f.has_residual = p.residual != nullptr;
   return a;
 }
 
-template <typename T, Chain kPre, Chain kAct>
+template <typename T, Chain kPre, Chain kAct, bool kResidual = false>
 Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
-  using F = Normalize<T, chain_for<T>(kPre), chain_for<T>(kAct)>;
+  using F = Normalize<T, chain_for<T>(kPre), chain_for<T>(kAct), kResidual>;
   const ElementwiseArgs<F> a = args_of<F>(p);
   if constexpr (!F::kHasScalars) {
     if (elementwise_size(a, p.dims.channels_last) == 1) {
@@ -88,7 +85,7 @@ Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
 
 template <typename T, Chain kAct>
 Status launch_padded(const NormalizeParams& p, const PaddedShape& pad, cudaStream_t stream) {
-  ElementwiseArgs<Normalize<T, Chain::kNone, kAct>> a = args_of<Normalize<T, Chain::kNone, kAct>>(p);
+  ElementwiseArgs<Normalize<T, Chain::kNone, kAct, false>> a = args_of<Normalize<T, Chain::kNone, kAct, false>>(p);
   a.s = int64_t(pad.out[0]) * pad.out[1] * pad.out[2];
   return launch_elementwise_padded("normalize_padded_kernel", a, pad, stream);
 }
@@ -118,7 +115,7 @@ Status run_normalize(const NormalizeParams& p, cudaStream_t stream) {
   if (p.slopes.data) return run_normalize_prelu(p, stream);
   Status status;
   KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
-    if (p.residual) return launch_normalize<T, Chain::kAny, Chain::kAny>(p, stream);
+    if (p.residual) return launch_normalize<T, Chain::kAny, Chain::kAny, true>(p, stream);
     KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
       constexpr bool kFloored = kPre != Chain::kAny && (kAct == Chain::kNone || kAct == Chain::kRelu);
       status = launch_normalize<T, kFloored ? Chain::kRelu : kPre, kFloored ? Chain::kRelu : kAct>(p, stream);
