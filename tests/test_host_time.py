@@ -126,7 +126,7 @@ def _ways_of(call, monkeypatch):
     """Which of kgopt's ways a call takes, in order: "conv", "norm"."""
     ways = []
     with monkeypatch.context() as patch:
-        for owner, name, way in ((training, "_convolve_now", "conv"), (sites.Site, "_run_now", "norm")):
+        for owner, name, way in ((training, "_convolve_now", "conv"), (sites.Site, "run_now", "norm")):
             patch.setattr(owner, name, _noting(ways, way, getattr(owner, name)))
         call()
     return ways

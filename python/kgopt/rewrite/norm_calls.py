@@ -120,11 +120,7 @@ class NormCall:
 
     def _bind(self, act: Any, function: Any, args: Any, kwargs: Any) -> _Bound | None:
         """The op's arguments, where nobody looks on and the functions are PyTorch's own."""
-        if act is not None and (
-            watching.any_global_hooks()
-            or not self.site.are_others_untouched()
-            or not self.site.holds_beside((None, act))
-        ):
+        if act is not None and (watching.any_global_hooks() or not self.site.holds((None, act), None, None)):
             return None
         if function is not self.function or not self.is_untouched() or watching.wants_torch():
             return None

@@ -114,31 +114,33 @@ class Site:
         if any_global_hooks() or (len_torch_function_stack() and watching.is_foreign_mode()):
             return False
         norm, x = operands[self.norm_at], operands[-1]
-        return self._hand_over(operands, norm, x, self._holds(operands, norm, x))
+        return self._hand_over(operands, norm, x, self.holds(operands, norm, x))
 
     def ready_in_quiet(self, operands: Any, x: Any, cast: torch.dtype | None) -> bool:
         """:meth:`ready`, where nothing looks on but autocast to ``cast``. ``operands``: without x."""
         norm = operands[self.norm_at]
         args = None
-        if self._holds(operands, norm, x) and is_plain(x):
+        if self.holds(operands, norm, x) and is_plain(x):
             args = self._chosen((*operands, x), norm, x, cast)
         _handed.call = None if args is None else (norm, args, cast)
         return args is not None
 
-    def _holds(self, operands: Any, norm: Any, x: Any) -> bool:
-        """Whether the modules and functions are still what was seen, without hooks."""
+    def holds(self, operands: Any, norm: Any, x: Any) -> bool:
+        """Whether the modules and functions are still what was seen, without hooks.
+
+        ``norm``: None of one that is called as a function; then it is about what is called beside it.
+        """
         leaf = type(norm)
-        if self.is_channel:
+        if norm is None:
+            if not self.are_others_untouched():
+                return False
+        elif self.is_channel:
             if not self.is_untouched() or not channels.is_called_plainly(norm, self.chain.norm):
                 return False
         elif not (self.is_untouched() if leaf is self.leaf else self._is_other_untouched(norm, x)):
             return False
-        if is_hooked(norm) or not self.holds_beside(operands):
+        if norm is not None and is_hooked(norm):
             return False
-        return self.chain.norm != "instance" or not has_own_methods(norm, leaf._kgopt_original)
-
-    def holds_beside(self, operands: Any) -> bool:
-        """Whether what the code calls beside the norm is still what was seen."""
         for i, role in self.others:
             operand = operands[i]
             if not isinstance(role, str):
@@ -159,7 +161,7 @@ class Site:
                 or (i < self.in_front and getattr(operand, "inplace", False))
             ):
                 return False
-        return True
+        return self.chain.norm != "instance" or norm is None or not has_own_methods(norm, leaf._kgopt_original)
 
     def begin(self, norm: Any, x: Any) -> NormArgs | bool:
         """:meth:`ready` of a norm alone whose value may wait for a sum: its arguments, in code that compiles True.
