@@ -7,7 +7,8 @@ too, and where it is faster it stays so. That takes about the time of a second c
 verdict lies beside Inductor's cache, and the compiled code of the winner in it.
 
 In training Inductor leaves some networks in the format that they came in, by rules that it made for other networks:
-half of the time goes into cuDNN's conversions then. There the winner is compiled once more, in channels_last.
+a quarter of a step went into cuDNN's conversions in one of them. There the winner is compiled once more, in
+channels_last.
 """
 
 from __future__ import annotations
