@@ -35,6 +35,7 @@ from kgopt.rewrite.autocast_graphs import half_precision, say_half
 from kgopt.rewrite.captured import uses_autocast, value
 from kgopt.rewrite.chain import PRELU, Chain
 from kgopt.rewrite.contest import Contest, convolves
+from kgopt.rewrite.decomposed import DECOMPOSITIONS
 from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
 from kgopt.rewrite.functional_norms import ChannelNorm
 from kgopt.rewrite.graphs import machine
@@ -133,7 +134,7 @@ def kgopt_backend(
         rewrite(graph)
     if chosen.options:
         last_report.layout = "channels_last, which Inductor would not have chosen"
-    compiled = compile_graph(graph, example_inputs, mode, {**config, **chosen.options}, **kwargs)
+    compiled = compile_graph(graph, example_inputs, mode, {**config, **chosen.options}, DECOMPOSITIONS, **kwargs)
     return Replayed(compiled, replays is True) if replays else compiled
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, fx
 
 from kgopt.rewrite import clocks, measuring, verdicts
 from kgopt.rewrite.captured import may_measure, name_of, stand_in, text_of, value
+from kgopt.rewrite.decomposed import DECOMPOSITIONS
 from kgopt.rewrite.reporting import Report
 from kgopt.torch_private import compile_graph, compiler_settings, outside_of_tracing
 
@@ -184,7 +185,7 @@ def _step(module: fx.GraphModule, kinds: list[Tensor], grad: bool, options: Mapp
         node.meta = {k: v for k, v in node.meta.items() if k == "recompute"}
     inputs = [_stand_in(t).requires_grad_(grad and t.requires_grad) for t in kinds]
     wanted = [t for t in inputs if t.requires_grad]
-    run = compile_graph(fx.GraphModule(module, graph), inputs, None, options)
+    run = compile_graph(fx.GraphModule(module, graph), inputs, None, options, DECOMPOSITIONS)
 
     def step() -> None:
         made = run(*inputs)

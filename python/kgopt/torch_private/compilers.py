@@ -22,16 +22,28 @@ def compile_graph(
     example_inputs: Sequence[Any],
     mode: str | None,
     options: Mapping[str, Any],
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     **more: Any,
 ) -> Callable[..., Any]:
-    """The graph compiled by Inductor."""
+    """The graph compiled by Inductor. ``decompositions``: of ATen's ops, beside its own."""
     found = _inductor()
     if found is None:  # torch.compile takes one of them
         return torch.compile(graph, mode=None if options else mode, options=dict(options) or None)
     compile_fx, _ = found
     config = {**mode_options(mode), **options}
+    known = _decompositions()
+    if decompositions and known is not None:
+        select_table, patch = known
+        with patch(config):  # what it has depends on settings
+            more["decompositions"] = {**select_table(), **decompositions}
     compiled: Callable[..., Any] = compile_fx(graph, list(example_inputs), config_patches=config or None, **more)
     return compiled
+
+
+_decompositions = when_needed(
+    ("torch._inductor.decomposition.select_decomp_table", "torch._inductor.config.patch"),
+    "gradients of ATen's ops are ATen's kernels in compiled code",
+)
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:

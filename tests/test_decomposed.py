@@ -1,0 +1,82 @@
+"""Gradients that compiled code computes itself where ATen has a slow kernel (rewrite/decomposed.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kgopt.rewrite.decomposed import DECOMPOSITIONS
+
+ATEN = torch.ops.aten
+PADS = {
+    1: [(0, 0), (2, 1), (0, 3), (7, 9)],
+    2: [(1, 1, 1, 1), (0, 2, 3, 0), (5, 0, 0, 7)],
+    3: [(1, 1, 1, 1, 1, 1), (0, 0, 0, 0, 2, 0), (3, 1, 0, 2, 4, 0)],
+}
+
+
+@pytest.mark.parametrize("sizes", [(5, 4, 6), (1, 1, 1), (2, 1, 3)])
+@pytest.mark.parametrize(("rank", "pad"), [(rank, pad) for rank, pads in PADS.items() for pad in pads])
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["one sample", "batch"])
+def test_replicate_padding_has_atens_gradient(rank, pad, sizes, batch):
+    x = torch.randn(*batch, 2, *sizes[:rank], dtype=torch.float64)
+    dy = torch.randn_like(F.pad(x, pad, mode="replicate"))
+    op = getattr(ATEN, f"replication_pad{rank}d_backward").default
+    torch.testing.assert_close(DECOMPOSITIONS[op](dy, x, list(pad)), op(dy, x, list(pad)), rtol=1e-12, atol=1e-12)
+
+
+def test_padding_that_cuts_off_is_atens():
+    x = torch.randn(2, 3, 5, 6)
+    op = ATEN.replication_pad2d_backward.default
+    assert DECOMPOSITIONS[op](torch.randn(2, 3, 5, 6), x, [1, -1, 0, 0]) is NotImplemented
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype):
+    """ATen adds in half precision: 1 + 2^-9 + 2^-9 + ... stays 1 there in bf16."""
+    dy = torch.full((1, 1, 1, 9), 2.0**-9).to(dtype)
+    dy[..., -1] = 1
+    got = DECOMPOSITIONS[ATEN.replication_pad2d_backward.default](
+        dy, torch.empty(1, 1, 1, 1, dtype=dtype), [8, 0, 0, 0]
+    )
+    assert got.dtype is dtype
+    assert float(got) == float((dy.double().sum()).to(dtype))
+
+
+class Padded(nn.Module):
+    """Padding by a convolution, by a function, and one that cuts off."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        conv = (nn.Conv2d, nn.Conv3d)[rank - 2]
+        self.rank = rank
+        self.first = conv(4, 8, 3, padding=1, padding_mode="replicate")
+        self.norm = nn.GroupNorm(2, 8)
+        self.second = conv(8, 4, 3)
+
+    def forward(self, x):
+        y = F.silu(self.norm(self.first(x)))
+        y = F.pad(y, (2, 0, 1, 3, 0, 1)[: 2 * self.rank], mode="replicate")
+        return self.second(F.pad(y, (-1, 0, *(0,) * (2 * self.rank - 2)), mode="replicate"))
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiled_code_has_the_gradient(rank, device):
+    """Only the padding that cuts off is left to ATen."""
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    torch.manual_seed(0)
+    model = Padded(rank).double().to(device)
+    x = torch.randn(2, 4, *[6, 7, 5][:rank], dtype=torch.float64, device=device, requires_grad=True)
+    inputs = [x, *model.parameters()]
+    expected = torch.autograd.grad(model(x).square().sum(), inputs)
+    compiled = torch.compile(model, backend="kgopt", options={"kgopt.always": True})
+    _, code = run_fw_bw_and_get_code(lambda: compiled(x).square().sum())
+    model.zero_grad()
+    actual = torch.autograd.grad(compiled(x).square().sum(), inputs)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-9)
+    assert "".join(code).count(f"aten.replication_pad{rank}d_backward.default(") == 1
