@@ -362,10 +362,12 @@ class Site:
             return None
         watched = watching.is_watched()
         compiling = watched and _is_compiling()
+        forward = None if compiling or prelu is not None else recompute.now()
         if not watched and _is_grad_enabled():
             if half or not x.is_contiguous():
                 x = self.kept(norm, n, x)
-            if act not in ("none", "relu"):  # whose gradient needs the sum, which PyTorch keeps
+            # These gradients need the sum, which PyTorch keeps. What is computed again is not to be kept at all.
+            if act not in ("none", "relu") and forward is None:
                 other = self.kept(norm, n, other, "other")
         args: tuple[Any, ...] = (x, other, n.num_groups, n.weight, n.bias, n.eps, act)
         if compiling:
@@ -385,7 +387,6 @@ class Site:
             op = _group_norm_add_from_python
         elif _is_grad_enabled() and any_requires_grad(x, other, n.weight, n.bias):
             op = _recorded_group_norm_add
-        forward = None if compiling else recompute.now()
         if forward is None:
             return op(*args)  # type: ignore[no-any-return]
         of_x, of_other = forward.found(x), forward.found(other)
