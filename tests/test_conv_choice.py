@@ -186,6 +186,20 @@ def test_an_output_padding_that_cudnn_lacks(n, c_in, c_out, groups, size, kernel
     assert "output padding" not in plain.reason
 
 
+def test_one_value_a_sample_does_not_go_to_cudnn():
+    """PyTorch keeps cuDNN's plan of a transposed convolution by the layout of its result, which one value a sample does
+    not have: the plan of a contiguous x read one in channels_last, and the result was wrong by more than its size.
+    """
+    row = next(row for row in ROWS if row["transposed"] and row["groups"] == 1)
+    changes = {
+        "n": 3, "c_in": 64, "c_out": 1, "input": (1, 1, 6), "output": (1, 1, 1), "kernel": (1, 1, 2),
+        "stride": (1, 1, 1), "padding": (0, 0, 3), "dilation": (1, 1, 1),
+    }  # fmt: skip
+    assert dev.choose_conv(problem(row, **changes)).path.name == "direct"
+    more = changes | {"c_out": 2}
+    assert dev.choose_conv(problem(row, **more)).path.name != "direct"
+
+
 def test_few_channels_take_their_kernel_where_it_was_measured_to_be_fastest():
     """It once stood in for the implicit GEMM alone, and cuDNN was taken where only it was faster than cuDNN."""
     won = [

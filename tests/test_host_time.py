@@ -77,7 +77,7 @@ def optimized(module, monkeypatch):
         ("norm, act", lambda: nn.Sequential(nn.InstanceNorm3d(2, affine=True), nn.LeakyReLU()), 38, 4),
         ("norm, prelu", lambda: nn.Sequential(nn.InstanceNorm3d(2, affine=True), nn.PReLU()), 43, 8),
         ("conv, norm, act", _block, 58, 10),
-        ("norm, sum, act", lambda: _Residual(nn.LeakyReLU()), 47, 10),
+        ("norm, sum, act", lambda: _Residual(nn.LeakyReLU()), 48, 10),
         ("norm, sum, prelu", lambda: _Residual(nn.PReLU()), 54, 8),
     ],
     ids=lambda given: given if isinstance(given, str) else "",

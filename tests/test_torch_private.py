@@ -218,6 +218,24 @@ def test_without_one_name_after_another():
         assert text == "done", name
 
 
+def test_schemas_without_the_private_name_are_the_same():
+    """Until torch 2.13 a signature has a tuple of several results' types: they counted as one, and nodes of three results
+    got a backward that took one gradient.
+    """
+    code = """
+import torch, kgopt
+from kgopt import torch_private
+for name in {names!r}:
+    schema = torch_private.schema_of(getattr(torch.ops.kgopt, name).default)
+    print(name, len(schema.returns), [(a.name, a.kwarg_only, a.default_value) for a in schema.arguments])
+"""
+    code = code.format(names=["group_norm", "group_norm_fwd", "group_norm_backward", "conv2d", "group_stats"])
+    (expected,) = outputs([code])
+    (found,) = outputs([code], KGOPT_WITHOUT_PRIVATE="torch.ops.aten.add.Tensor._schema")
+    assert "group_norm_fwd 3" in found and "group_stats 2" in found
+    assert found == expected
+
+
 def test_a_name_that_means_something_else_counts_as_missing():
     code = """
 import torch

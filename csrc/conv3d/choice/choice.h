@@ -203,12 +203,23 @@ inline bool is_head(const ConvProblem& q) {
          !norm_conv1x1_refusal(p);
 }
 
+// A transposed convolution of one value a sample. PyTorch keeps cuDNN's plan of a transposed convolution by the layout
+// of its result, which such a one does not have: the plan of x in one layout would read x in the other.
+inline bool has_no_layout(const ConvProblem& q) {
+  return q.transposed && q.c_out == 1 && q.out[0] == 1 && q.out[1] == 1 && q.out[2] == 1;
+}
+
 // A plain convolution.
 inline Choice choose_stored(const ConvProblem& problem, const DeviceLimits& limits, ConvBackend backend,
                             ConvTailKind tail) {
   Choice choice;
   if (backend == ConvBackend::kAten) {
     choice.reason = "backend=\"aten\" was asked for";
+    return choice;
+  }
+  if (backend == ConvBackend::kAuto && has_no_layout(problem)) {
+    choice.plan = DirectPlan();
+    choice.reason = "transposed, of one value a sample, whose layout cuDNN's plans cannot tell";
     return choice;
   }
   StoringPlans plans;

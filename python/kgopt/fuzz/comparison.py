@@ -57,17 +57,22 @@ class Comparison:
         """The original in float64."""
         if self._exact is None:
             stage.note("the original in float64")
-            self._exact = self._run_double(None)
+            self._exact = unchanged(self.case, self.original, self.device, torch.float64).all()
         return self._exact
 
-    def _run_double(self, noise: tuple[float, int] | None) -> list[Seen]:
-        return unchanged(self.case, self.original, self.device, torch.float64, noise).all()
-
     def noisy(self) -> list[list[Seen]]:
-        """The original in float64 with the rounding noise of the precision."""
+        """The original with the rounding noise of the precision: in float64, and in its own dtype, whose gradients
+        round within modules, too.
+        """
         if self._noisy is None:
             stage.note("the original with rounding noise")
-            self._noisy = [self._run_double((self.eps, seed)) for seed in range(NOISES)]
+            dtypes = [torch.float64, self.dtype] if self.dtype is not torch.float64 else [torch.float64]
+            noises = [(self.eps, seed) for seed in range(NOISES)]
+            self._noisy = [
+                unchanged(self.case, self.original, self.device, dtype, noise).all()
+                for dtype in dtypes
+                for noise in noises
+            ]
         return self._noisy
 
     def compare(self, index: int, ours: Seen, theirs: Seen) -> None:
@@ -134,7 +139,7 @@ class Comparison:
         exact = of(reference).to(ours.device)
         if exact.shape != ours.shape:
             raise DifferenceError(f"{name} in {where}: the float64 network gives {list(exact.shape)}")
-        samples = [of(run[index]) for run in self.noisy() if run[index].error is None]
+        samples = [of(run[index]).double() for run in self.noisy() if run[index].error is None]
         # Rounding decides on which side of a kink a value lies; the noise shows how much hangs on it.
         judged = Judged(name, ours, theirs, exact, self.precision, floor * self.eps)
         wrong = verdict(judged, lambda: samples)

@@ -30,6 +30,7 @@ _STYLES = (
     *("added", "list", "dict", "sliced", "indexed", "reduced", "functional", "functional", "walrus", "conditional"),
 )
 _FILMS = ("film", "film steps", "film branch", "film addcmul", "film in place", "film shift")
+_SUMS = ("x + h", "h + x", "h += x", "h += x", "x += h", "torch.add", "scaled", "divided", "h.add", "add_", "chained")
 _FORMS = ("module", "module", "functional", "method", "torch", "shared")
 
 
@@ -160,9 +161,7 @@ def _block(rng: random.Random, depth: int) -> Json:
 def _residual(rng: random.Random, depth: int) -> Json:
     return {
         "body": _blocks(rng, depth),
-        "form": rng.choice(
-            ["x + h", "h + x", "h += x", "h += x", "torch.add", "scaled", "divided", "h.add", "add_", "chained"]
-        ),
+        "form": rng.choice(_SUMS),
         "first": rng.choice(["shortcut", "body"]),
         "shortcut": rng.choice(["", "", "conv", "norm"]),
         "after": _act(rng) if rng.random() < 0.4 else None,

@@ -184,6 +184,28 @@ class _OfResult(torch.autograd.Function):
         return dy * ctx.slope(y), None, None, None, None, None
 
 
+class _Flushed(torch.autograd.Function):
+    """A function of each element, whose slope is zero where float32 has it as a subnormal number alone.
+
+    Kernels may take it for that (docs/numerics.md), so that an infinite gradient gives NaN there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, func: Any, smallest: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.more = func, smallest
+        y: Tensor = func(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        func, smallest = ctx.more
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            (slope,) = torch.autograd.grad(func(x), x, torch.ones_like(x))
+        return dy * slope.masked_fill(slope.abs() < smallest, 0), None, None
+
+
 class _LogSumExp(torch.autograd.Function):
     """logsumexp, whose gradient is computed from its rounded result."""
 
@@ -226,13 +248,9 @@ _CONVOLUTIONS = {
 _ROUNDED = {
     F.relu,
     F.leaky_relu,
-    F.silu,
     F.gelu,
     F.hardtanh,
     F.relu6,
-    F.elu,
-    F.mish,
-    F.softplus,
     F.interpolate,
     F.normalize,
     torch.rsqrt,
@@ -246,6 +264,8 @@ _ROUNDED = {
     Tensor.__truediv__,
 }
 
+
+_FLUSHED = {F.logsigmoid, F.softplus, F.silu, F.mish, F.elu}
 
 _SLOPES = {
     torch.sigmoid: lambda y: y * (1 - y),
@@ -291,6 +311,11 @@ class NoisySteps(TorchFunctionMode):
         if func is F.tanhshrink:  # near zero all of tanh's rounding is left of the difference
             x = self._round(args[0], n.inner)
             return self._round(x - self._round(torch.tanh(x), n.inner), n.step)
+        if func in _FLUSHED:
+            x = self._round(args[0], n.inner)
+            smallest = _SMALLEST["float64" if n.inner == 2 * _UNITS["float64"] else "float32"]
+            y = _Flushed.apply(x, lambda t: func(t, *args[1:], **kwargs), smallest)
+            return self._round(y, n.step)
         if func in _ROUNDED:
             args = tuple(self._round(a, n.inner) for a in args)
             return self._round(func(*args, **kwargs), n.step)

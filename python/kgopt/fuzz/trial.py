@@ -180,6 +180,8 @@ class _Trial:
         stage.note("the optimized network")
         for i, call in enumerate(self.case["calls"]):
             seen = ours.call(i, call)
+            if expected[i].error is not None and _has_statistics(self.original):
+                break  # how often they were updated by then, here and there, shows in every later call
             try:
                 self.comparison.compare(i, seen, expected[i])
             except DifferenceError:

@@ -18,7 +18,7 @@ run      carry recompute arguments sites norms      what runs in place of a site
          formats wrapped glue sums modulated        in channels_last; what is left of it for the backward
          upsampling padding joins training layout
          channel_norms casts graphs maps            CUDA graphs of whole calls
-         norm_calls
+         norm_calls spared
 find     source sequential backend                  front ends: Python source, nn.Sequential, captured graphs
          functional_norms upsampled_graphs contest
          convolutions padded_graphs mapped_graphs

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kgopt._layout import is_channels_last
 from kgopt.rewrite import originals
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import NormArgs
@@ -160,13 +161,21 @@ def is_called_plainly(norm: Any, kind: str) -> bool:
     return made.forward is made._kgopt_forward
 
 
+def _keeps_strides(x: Tensor, axis: int) -> bool:
+    """Whether the op's result lies as that of sums and products of x: not of an x in a third order of dims, nor of one
+    sample in channels_last with another batch stride, as views of it may have. What draws random numbers sees it.
+    """
+    x = x if axis == 1 else x.movedim(axis, 1)
+    return _is_compiling() or x.is_contiguous() or is_channels_last(x)
+
+
 def arguments(norm: Any, meanings: Meanings, x: Tensor) -> NormArgs | None:
     """The op's arguments for x; None where the norm's own code must see it."""
     rank = x.dim()
     if rank not in _RANKS or (rank == 3 and meanings.axis != 1) or x.numel() == 0:
         return None
     formula = meanings.of(norm, x)
-    if formula is None:
+    if formula is None or not (x.is_contiguous() or formula.lies is not None or _keeps_strides(x, meanings.axis)):
         return None
     parameters = norm._parameters
     weight = parameters[formula.weight] if formula.weight else None

@@ -114,6 +114,8 @@ class NormCall:
         checks = self._bind, (act, function, args, kwargs)
         if policy.choose(found.calls, name, found.keeps, self.site.chain, x, None, norm, cast, checks, call_now):
             if not watching.is_watched():
+                if not x.is_contiguous() and torch.is_grad_enabled():
+                    x = self.site.kept(owner, norm, x)
                 return self.site.run_now(x, owner, norm, cast)
             return self.site.run_watched(x, owner, norm, cast is not None and self.site.keeps_dtype)
         return None

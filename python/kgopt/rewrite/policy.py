@@ -55,6 +55,7 @@ class SiteState:
     results: dict[Any, Measured | None] = field(default_factory=dict)  # by _key; None: it could not be measured
     seen: dict[str, int] = field(default_factory=dict)  # how often each chain was measured
     kept_back: set[str] = field(default_factory=set)  # chains for which PyTorch's work was the shorter one, somewhere
+    written: dict[Any, bool] = field(default_factory=dict)  # inputs that the model writes to: rewrite/spared.py
 
     def claim(self) -> bool:
         """Whether this thread may measure now: one at a time, and what is called meanwhile does not."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kgopt import _scale_shift
 from kgopt import ops as ops
 from kgopt._layout import as_channels_last
-from kgopt.rewrite import carry, channels, maps, originals, policy, recompute, watching
+from kgopt.rewrite import carry, channels, maps, originals, policy, recompute, spared, watching
 from kgopt.rewrite.arguments import channels_of, conv_args, fits, is_plain, keeps_format, norm_args, slope_of
 from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, PRELU, Chain
 from kgopt.rewrite.disguise import original_class
@@ -74,6 +74,8 @@ class Site:
         # PReLU: half precision.
         self.keeps_dtype = chain.norm == "instance" and "softplus" not in chain.pre + chain.post and not chain.has_prelu
         self.prelu_at = roles.index(PRELU) if chain.has_prelu else -1
+        # PyTorch's code keeps something else than x for the backward, however x lies. A convolution keeps its input.
+        self.spares_x = self.is_channel or chain.pre.split("+")[0] in spared.RESULT_IS_KEPT
         # And the fused ops: one call, of arguments that are known already.
         self.fused = _DIRECT[getattr(torch.ops.kgopt, chain.fused_op).default] if chain.fused_op else None
         # By the class of the norm, whether all that the code looks up is PyTorch's own.
@@ -233,6 +235,8 @@ class Site:
         call = None if _is_compiling() else self._handed(norm)
         if call is not None:
             (_, n), cast = call[1], call[2]
+            if _is_grad_enabled() and not self.chain.conv and (half or self.spares_x or not x.is_contiguous()):
+                x = self.kept(norm, n, x)
             if self.short:
                 return self.run_now(x, norm, n, cast, half)
             if self.short_prelu:
@@ -287,6 +291,15 @@ class Site:
             return None
         _handed.call = None
         return call if call[0] is norm else None
+
+    def kept(self, norm: Any, n: NormArgs, x: Tensor, what: str = "x") -> Tensor:
+        """What an op is given for x that PyTorch's code would not keep: a copy, where the model may write to x."""
+        known: Known = norm._kgopt
+        written = (known.site or known.calls).written
+        kind = what, self.key, norm.training, x.shape, x.is_contiguous()
+        if written.get(kind) is False or not any_requires_grad(x, n.weight, n.bias):
+            return x
+        return spared.copied(written, kind, x)
 
     def run_now(self, x: Tensor, norm: Any, n: NormArgs, cast: torch.dtype | None, half: bool = False) -> Tensor:
         """A norm and its activation, where nothing looks on: eager calls come here for every site.
@@ -347,9 +360,16 @@ class Site:
         n = begun if isinstance(begun, NormArgs) else norm_args(norm, x)
         if n is None:
             return None
-        args: tuple[Any, ...] = (x, other, n.num_groups, n.weight, n.bias, n.eps, act)
         watched = watching.is_watched()
         compiling = watched and _is_compiling()
+        forward = None if compiling or prelu is not None else recompute.now()
+        if not watched and _is_grad_enabled():
+            if half or not x.is_contiguous():
+                x = self.kept(norm, n, x)
+            # These gradients need the sum, which PyTorch keeps. What is computed again is not to be kept at all.
+            if act not in ("none", "relu") and forward is None:
+                other = self.kept(norm, n, other, "other")
+        args: tuple[Any, ...] = (x, other, n.num_groups, n.weight, n.bias, n.eps, act)
         if compiling:
             guard_methods(norm)
             guard_methods(prelu)
@@ -367,7 +387,6 @@ class Site:
             op = _group_norm_add_from_python
         elif _is_grad_enabled() and any_requires_grad(x, other, n.weight, n.bias):
             op = _recorded_group_norm_add
-        forward = None if compiling else recompute.now()
         if forward is None:
             return op(*args)  # type: ignore[no-any-return]
         of_x, of_other = forward.found(x), forward.found(other)
@@ -415,6 +434,8 @@ class Site:
         if _is_compiling():
             guard_methods(norm)
             guard_methods(prelu)
+        if _is_grad_enabled() and (half or not x.is_contiguous()) and not watching.is_watched():
+            x = self.kept(norm, n, x)
         args: tuple[Any, ...] = (x, n.num_groups, n.weight, n.bias, n.eps, act, slope, factor, shift)
         if half:
             y = without_autocast(modulated_norm, *args)

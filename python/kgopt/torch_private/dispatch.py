@@ -171,7 +171,8 @@ def schema_of(op: Any) -> Any:
     signatures: Any = get_signature_for_torch_op(op)
     parameters = signatures[0].parameters.values() if signatures else ()
     found = signatures[0].return_annotation if signatures else None
-    returns = getattr(found, "__args__", None) or (found,)
+    # Several: a tuple of types up to torch 2.13, a type since.
+    returns = found if isinstance(found, tuple) else getattr(found, "__args__", None) or (found,)
     # Whether it writes is not told there: as if it did.
     return types.SimpleNamespace(arguments=[_Argument(p) for p in parameters], returns=returns, is_mutable=True)
 

@@ -68,7 +68,7 @@ def _wrap(w: Draft, inner: ClassDraft, wrap: str) -> str:
 
 def _residual(w: Draft, at: ClassDraft, block: Json, src: str, dst: str, shape: Shape) -> Shape:
     h, kept = at.fresh("h"), at.fresh("kept")
-    conv = ""
+    conv, form = "", block["form"]
     if block["first"] == "shortcut":
         conv = _shortcut(at, block["shortcut"], src, kept, shape, None)
     out = write_body(w, at, block["body"], src, h, shape)
@@ -79,9 +79,10 @@ def _residual(w: Draft, at: ClassDraft, block: Json, src: str, dst: str, shape: 
         at.init[:] = [line.replace(f"{conv} = ?", f"{conv} = {made}") for line in at.init]
     elif out.channels != shape.channels:
         at.say(f"{kept} = {kept}.mean(1, keepdim=True)")
+        form = "x + h" if form == "x += h" else form
     if out.sizes != shape.sizes:
         at.say(f"{kept} = F.interpolate({kept}, size={h}.shape[2:])")
-    _sum(at, block["form"], kept, h, dst)
+    _sum(at, form, kept, h, dst)
     if block["after"] is not None:
         return write_chain(w, at, {"layers": [block["after"]], "style": "statements"}, dst, dst, out)
     return out
@@ -105,11 +106,14 @@ def _sum(at: ClassDraft, form: str, kept: str, h: str, dst: str) -> None:
     # An in-place sum needs the larger operand on its left.
     if form in ("h += x", "add_"):
         at.say(f"{h} += {kept}" if form == "h += x" else f"{h}.add_({kept})")
+    if form == "x += h":  # and with it the block's input, where that is the shortcut
+        at.say(f"{kept} += {h}")
     if form in ("scaled", "divided"):
         at.init.append("        self.scale = 1.5")
     result = {
         "x + h": f"{kept} + {h}",
         "h + x": f"{h} + {kept}",
+        "x += h": kept,
         "torch.add": f"torch.add({kept}, {h})",
         "h.add": f"{h}.add({kept})",
         "chained": f"{kept} + {h} + 0.5",
