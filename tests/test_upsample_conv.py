@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import clocks, glue, upsampling
+from kgopt.rewrite import clocks, glue
 from kgopt.rewrite.glue import calls, kernels, later, plans, search
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -475,7 +475,7 @@ def test_upsamplers_of_libraries(monkeypatch):
 
 def test_the_value_is_one_tensor():
     """However often code asks, and whoever wrote to it in between."""
-    wait, x = upsampling.Wait(), draw((1, 4, 8, 9))
+    wait, x = plans.Wait(), draw((1, 4, 8, 9))
     with torch.no_grad():
         value = wait.begin(F.interpolate, x, scale_factor=2)
         assert type(value) is later.Upsampled
