@@ -20,7 +20,6 @@ _emit = sites.emit_kgopt
 @pytest.fixture(autouse=True)
 def ours(monkeypatch):
     monkeypatch.setattr(policy, "default", lambda device: True)
-    torch._dynamo.reset()
 
 
 @pytest.fixture

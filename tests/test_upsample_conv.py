@@ -13,6 +13,7 @@ from torch import nn
 import kgopt
 from kgopt.rewrite import clocks, glue
 from kgopt.rewrite.glue import calls, kernels, later, plans, search
+from optimize_pairs import all_faster
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 layouts = pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
@@ -281,9 +282,7 @@ def optimized(make, x, exclude=()):
     """The original, and a copy whose calls were all found to be faster."""
     original = make().to(x.device, x.dtype).eval()
     model = kgopt.optimize(copy.deepcopy(original), measure=False, exclude=exclude)
-    refuse = lambda path: "no" if path in exclude else ""  # noqa: E731
-    with torch.no_grad():
-        glue.find(model, lambda: model(x), refuse, always=True)
+    all_faster(model, x, unwanted=lambda path: "no" if path in exclude else "")
     return original, model
 
 
