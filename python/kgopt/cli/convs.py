@@ -285,7 +285,7 @@ def _second_look(rows: dict[str, Row], calls: dict[str, Callable[[], torch.Tenso
                     note_time(rows[one], took)
 
 
-def convs_summary(rows: list[Row], worst: int = 20) -> str:
+def convs_summary(rows: list[Row]) -> str:
     """Ratios by dtype and memory format, and the worst of them: what is slower, ten at least."""
     kinds: dict[tuple[str, str], list[float]] = {}
     found, slow, wrong, unlike = [], 0, 0, 0
@@ -313,7 +313,7 @@ def convs_summary(rows: list[Row], worst: int = 20) -> str:
     parts = [table(header, lines, left=2)]
     if found:
         found.sort(key=lambda one: -one[0])
-        most = min(worst, max(10, slow))
+        most = min(20, max(10, slow))
         header = ["worst", "dtype", "layout", "kgopt", "cuDNN", "ratio"]
         parts += ["", table(header, [cells for _, cells in found[:most]], left=3)]
     measured = sum(map(len, kinds.values()))

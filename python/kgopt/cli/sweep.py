@@ -341,7 +341,7 @@ def sweep_points(rows: Iterable[Row]) -> list[Point]:
     return points
 
 
-def sweep_summary(rows: list[Row], worst: int = 12) -> str:
+def sweep_summary(rows: list[Row]) -> str:
     """Ratios by direction, layout and dtype, and the worst shapes."""
     points = sweep_points(rows)
     kinds: dict[tuple[str, str, str], list[float]] = {}
@@ -360,7 +360,7 @@ def sweep_summary(rows: list[Row], worst: int = 12) -> str:
         )  # fmt: skip
     header = ["direction", "layout", "dtype", "shapes", "median", "worst", f"over {LIMIT}"]
     parts = [table(header, lines, left=3)]
-    slow = sorted((p for p in points if p.ratio > LIMIT), key=lambda p: -p.ratio)[:worst]
+    slow = sorted((p for p in points if p.ratio > LIMIT), key=lambda p: -p.ratio)[:12]
     if slow:
         cells = []
         for p in slow:

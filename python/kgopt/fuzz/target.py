@@ -111,7 +111,7 @@ def with_dy(draw: Callable[[Draw], tuple[Tensors, Args]]) -> Callable[[Draw], tu
     return drawn
 
 
-def geometry_text(case: Case, transposed: bool = False) -> str:
+def geometry_text(case: Case) -> str:
     """stride to transposed, as conv_add takes them."""
     args = case["args"]
     zeros = [0] * len(args["stride"])
@@ -123,6 +123,6 @@ def geometry_text(case: Case, transposed: bool = False) -> str:
             args["dilation"],
             args.get("output_padding", zeros),
             args["groups"],
-            args.get("transposed", transposed),
+            args.get("transposed", False),
         )
     )

@@ -1,4 +1,8 @@
-"""kgopt.optimize, kgopt.restore, kgopt.report."""
+"""kgopt.optimize, kgopt.restore, kgopt.report: in which order all that happens.
+
+The front ends say what a module's class becomes, :mod:`~kgopt.rewrite.whole` and :mod:`~kgopt.rewrite.race` what the
+whole model decides, and all of it goes into the report.
+"""
 
 from __future__ import annotations
 

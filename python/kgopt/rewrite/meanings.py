@@ -1,4 +1,8 @@
-"""What PyTorch's modules, functions and methods mean in a chain."""
+"""What PyTorch's modules, functions and methods mean in a chain: tables, for all front ends.
+
+They say what PyTorch's own code means. Whether a call at hand still is that code, :mod:`~kgopt.rewrite.originals` and
+:mod:`~kgopt.rewrite.modules` say.
+"""
 
 from __future__ import annotations
 

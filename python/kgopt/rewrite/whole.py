@@ -56,7 +56,7 @@ class Whole(TimedModel):
         """Of its sites."""
         return site_states(self.root)
 
-    def decide(self, channels_last: bool | str, measure: bool, found: Report, replays: bool = False) -> None:
+    def decide(self, channels_last: bool | str, measure: bool, found: Report, replays: bool) -> None:
         """Runs the example inputs: sites measure themselves, layouts are compared, and so is the result.
 
         ``replays``: calls may be replayed as CUDA graphs in the end, if that is possible and faster.

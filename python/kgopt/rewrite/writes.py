@@ -1,4 +1,4 @@
-"""What the nodes of a captured graph write to."""
+"""What the nodes of a captured graph write to: asked before one is computed in another place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Calls of PyTorch's functions that kgopt can compute, as :class:`Call`; :func:`recognize` finds out."""
+"""Calls of PyTorch's functions that kgopt can compute, as :class:`Call`; :func:`recognize` finds out.
+
+For calls that run (:mod:`~kgopt.rewrite.glue.search`) and for the nodes of captured graphs. Which way is the faster one
+is not known here.
+"""
 
 from __future__ import annotations
 

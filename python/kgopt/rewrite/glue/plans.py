@@ -1,4 +1,7 @@
-"""What convolution modules do in inference: by kind of input, the way that was measured to be the fastest."""
+"""What convolution modules do in inference: by kind of input, the way that was measured to be the fastest.
+
+A module's forward looks its plan up; :mod:`~kgopt.rewrite.sums`, sites and paddings ask for one that takes more along.
+"""
 
 from __future__ import annotations
 

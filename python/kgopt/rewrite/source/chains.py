@@ -1,4 +1,8 @@
-"""Chains in a method: found, proven to be nobody else's business, and written as sites."""
+"""Chains in a method: found, proven to be nobody else's business, and written as sites.
+
+What a chain is says :mod:`~kgopt.rewrite.patterns`, which is given the method's values as nodes. The proofs are about
+names and the order of statements alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Functions to syntax trees and back: the source that provably runs, and new code in its place."""
+"""Functions to syntax trees and back: the source that provably runs, and new code in its place.
+
+Each file that reads or writes users' code begins here. What is looked for in the code is not known here.
+"""
 
 from __future__ import annotations
 import __future__ as _future

@@ -1,4 +1,7 @@
-"""One method of a user's class."""
+"""One method of a user's class: its tree, its local names, and what the children that it names do in a chain.
+
+Whatever looks for something in code is given one, and changes its tree. Nothing here knows which class the code is for.
+"""
 
 from __future__ import annotations
 
