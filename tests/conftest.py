@@ -132,6 +132,14 @@ def aot_inductor(tmp_path_factory):
 
 
 @pytest.fixture
+def ours(monkeypatch):
+    """kgopt's ops run wherever they can, on the CPU as well."""
+    from kgopt.rewrite import policy
+
+    monkeypatch.setattr(policy, "default", lambda device: True)
+
+
+@pytest.fixture
 def summed(monkeypatch):
     """The activations of the sums that became one op."""
     from optimize_pairs import note_sites

@@ -10,16 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import policy, sites
+from kgopt.rewrite import sites
 from optimize_pairs import pair
 from tolerances import assert_as_good_as_torch
 
 C, Z = 8, 3
 
-
-@pytest.fixture(autouse=True)
-def ours(monkeypatch):
-    monkeypatch.setattr(policy, "default", lambda device: True)
+pytestmark = pytest.mark.usefixtures("ours")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import nn
 
 import kgopt
 import optimize_pairs
-from kgopt.rewrite import policy, sites
+from kgopt.rewrite import sites
 from modulated_models import (
     APART,
     FUSED,
@@ -31,10 +31,7 @@ from modulated_models import (
 )
 from tolerances import assert_all_as_good
 
-
-@pytest.fixture(autouse=True)
-def ours(monkeypatch):
-    monkeypatch.setattr(policy, "default", lambda device: True)
+pytestmark = pytest.mark.usefixtures("ours")
 
 
 @pytest.fixture

@@ -13,13 +13,8 @@ from torch import nn
 
 import kgopt
 import optimize_pairs
-from kgopt.rewrite import policy
 
-
-@pytest.fixture(autouse=True)
-def ours(monkeypatch):
-    monkeypatch.setattr(policy, "default", lambda device: True)
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("ours")
 
 
 class Base(nn.Module):
