@@ -132,21 +132,34 @@ def aot_inductor(tmp_path_factory):
 
 
 @pytest.fixture
+def ours(monkeypatch):
+    """kgopt's ops run wherever they can, on the CPU as well."""
+    from kgopt.rewrite import policy
+
+    monkeypatch.setattr(policy, "default", lambda device: True)
+
+
+@pytest.fixture
 def summed(monkeypatch):
     """The activations of the sums that became one op."""
-    from kgopt.rewrite import sites
+    from optimize_pairs import note_sites
 
-    found = []
-    run = sites.Site.run_added
+    return note_sites(monkeypatch, run_added=lambda site, norm, x, other, act, *_: act)
 
-    def watched(self, norm, x, other, act, *more):
-        y = run(self, norm, x, other, act, *more)
-        if y is not None:
-            found.append(act)
-        return y
 
-    monkeypatch.setattr(sites.Site, "run_added", watched)
-    return found
+@pytest.fixture
+def ran(monkeypatch):
+    """What kgopt's ops computed behind norms: an activation, perhaps of a sum or of what was scaled."""
+    from optimize_pairs import note_sites
+
+    return note_sites(
+        monkeypatch,
+        run=lambda site, *_, **more: site.chain.post,
+        run_added=lambda site, norm, x, other, act, *_: f"sum {act}",
+        run_modulated=lambda site, norm, x, factor, shift, act="none", *_: (
+            act if factor is shift is None else f"scaled {act}"
+        ),
+    )
 
 
 @pytest.fixture

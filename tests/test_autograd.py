@@ -100,7 +100,6 @@ def test_compiled_autograd(device):
     """The nodes of eager calls have the key of a backward that PyTorch compiles."""
     if torch_private.missing().get("torch.autograd.Function._compiled_autograd_key"):
         pytest.skip("this torch compiles no backward of functions")
-    torch._dynamo.reset()
 
     def gradients(given):
         y = sum(call(*given).square().sum() for call in CALLS.values())

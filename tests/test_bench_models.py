@@ -15,6 +15,7 @@ from torch import nn
 
 from kgopt.cli import bench_models, main, results, sweep, zoo
 from kgopt.cli.floor import Ceilings
+from kgopt.cli.measure import Timing
 from kgopt.cli.runner import Settings
 
 CPU = torch.device("cpu")
@@ -319,9 +320,9 @@ def test_what_looks_slower_is_timed_again(monkeypatch):
     def timed(fn, device, rep_ms):
         fn()
         value = next(noisy) if type(fn.__self__.model).__module__.startswith("kgopt.nn") else 50.0
-        return sweep.Timing(value, value, value)
+        return Timing(value, value, value)
 
-    monkeypatch.setattr(sweep, "_time", timed)
+    monkeypatch.setattr("kgopt.cli.measure.time_call", timed)
     shape = sweep.Shape(0, (2, 8, 5), 4, "relu", "fp32", "contiguous")
     rows = sweep.measure_shape(shape, Settings(CPU, compile=False, rep_ms=1), CEILINGS, FACTS)
     times = {(row["implementation"], row["direction"]): row["time_us"] for row in rows}

@@ -7,7 +7,7 @@ import torch
 
 from kgopt import functional, reference
 from kgopt.rewrite.meanings import CLAMP_STOPS
-from norm_gradients import run_both_ways
+from norm_gradients import check_both_ways, run_both_ways
 from shapes import DTYPES, LAYOUTS, laid_out, make, norm_shape
 from tolerances import assert_as_good_as_torch
 
@@ -51,15 +51,9 @@ def check(x, weight, bias, kind, act, layout):
         dy = dy.masked_fill(norms(kind, "none")[1](*doubles).abs() < 1e-2, 0)
     dy = laid_out(dy.to(x.dtype), layout)
 
-    def all_of(norm, leaves):
-        leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in leaves]
-        y = norm(*leaves)
-        y.backward(dy.to(y.dtype))
-        return [y.detach(), *(leaf.grad for leaf in leaves)]
-
-    mine = all_of(ours, tensors)
+    mine = run_both_ways(ours, dy, *tensors)
     assert mine[0].stride() == mine[1].stride() == x.stride()
-    results = list(zip(mine, all_of(plain, tensors), all_of(plain, doubles), strict=True))
+    results = list(zip(mine, run_both_ways(plain, dy, *tensors), run_both_ways(plain, dy, *doubles), strict=True))
     if (
         x.shape[1] == 1 and kind != "layer"
     ):  # the norm is x's sign: its gradient is what rounding leaves of a difference
@@ -68,7 +62,7 @@ def check(x, weight, bias, kind, act, layout):
         assert ((result - exact).abs() <= 32 * torch.finfo(x.dtype).eps * size.abs() + exact.abs() / 8).all()
     for result, expected, exact in results:
         assert_as_good_as_torch(result, expected.to(result.dtype), exact)
-    assert all(torch.equal(a, b) for a, b in zip(mine, all_of(ours, tensors), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(mine, run_both_ways(ours, dy, *tensors), strict=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -116,10 +110,7 @@ def test_channel_norm_partial_affine(kind, affine, device):
         return lambda *t: norm(*{"none": (t[0], None, None), "weight": (*t, None), "bias": (t[0], None, t[-1])}[affine])
 
     dy = torch.randn_like(x)
-    mine, theirs = run_both_ways(padded(ours), dy, *tensors), run_both_ways(padded(plain), dy, *tensors)
-    right = run_both_ways(padded(plain), dy, *(t.double() for t in tensors))
-    for result, expected, exact in zip(mine, theirs, right, strict=True):
-        assert_as_good_as_torch(result, expected, exact)
+    check_both_ways(padded(ours), padded(plain), dy, *tensors)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -141,15 +132,14 @@ def test_channel_norm_short_vectors(kind, layout, device):
     x[:, :, 1] *= 1e-3
     eps = 0.1
     dy = torch.randn_like(x)
-    ours = run_both_ways(lambda *t: OPS.channel_norm(*t, kind, eps), dy, x, weight, bias)
+
+    def ours(*t):
+        return OPS.channel_norm(*t, kind, eps)
 
     def plain(*t):
         return reference.channel_norm_ref(*t, kind, eps)
 
-    exact = run_both_ways(plain, dy, *(t.double() for t in (x, weight, bias)))
-    theirs = run_both_ways(plain, dy, x, weight, bias)
-    for mine, expected, right in zip(ours, theirs, exact, strict=True):
-        assert_as_good_as_torch(mine, expected, right)
+    check_both_ways(ours, plain, dy, x, weight, bias)
 
 
 @pytest.mark.skipif(not CLAMP_STOPS, reason="the gradient of clamp_min at its bound was another one before 2.14")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kgopt._layout import FORMATS
-from tolerances import assert_as_good_as_torch, round_tf32
+from tolerances import assert_all_as_good, assert_as_good_as_torch, round_tf32
 
 HEADS = [  # rank, x's channels, outputs, samples, size
     (3, 32, 3, 2, (16, 18, 20)),
@@ -42,8 +42,7 @@ def test_gradients_of_heads(case, dtype, poisoned):
     theirs = _backward(dy, x, weight, backend="aten")
     exact = _backward(dy.double(), x.double(), weight.double())
     assert mine[0].stride() == x.stride()
-    for actual, expected, reference in zip(mine, theirs, exact, strict=True):
-        assert_as_good_as_torch(actual, expected, reference)
+    assert_all_as_good(mine, theirs, exact)
     assert all(torch.equal(a, b) for a, b in zip(_backward(dy, x, weight), mine, strict=True))
 
 
@@ -123,8 +122,7 @@ def test_heads_under_tf32_are_no_worse_than_tf32():
     weight = torch.randn(4, 64, 1, 1, device="cuda")
     mine, exact = _backward(dy, x, weight), _backward(dy.double(), x.double(), weight.double())
     rounded = _backward(*(round_tf32(t).double() for t in (dy, x, weight)))
-    for actual, ideal, reference in zip(mine, rounded, exact, strict=True):
-        assert_as_good_as_torch(actual, ideal.float(), reference)
+    assert_all_as_good(mine, (ideal.float() for ideal in rounded), exact)
 
 
 @pytest.mark.gpu

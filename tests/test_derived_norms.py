@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import sites
+from optimize_pairs import check, check_compiled, pair, results
 
 C = 6
+SHAPE = (2, 2, 3, 4, 5)
 
 
 class NothingNew(nn.GroupNorm):
@@ -134,90 +135,50 @@ class Net(nn.Module):
         return self.head(h)
 
 
-def made(norm):
-    torch.manual_seed(0)
-    net = Net(norm).double()
-    for p in net.parameters():
-        nn.init.normal_(p, std=0.7)
-    return net
-
-
-def results(net):
-    torch.manual_seed(1)
-    x = torch.randn(2, 2, 3, 4, 5, dtype=next(net.parameters()).dtype, requires_grad=True)
-    y = net(x)
-    used = [x, *(p for p in net.parameters() if p.requires_grad)]
-    return [y, *torch.autograd.grad(y.square().sum(), used, allow_unused=True)]
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    """The chains of sites that ran on kgopt's ops."""
-    found = []
-    run, run_added = sites.Site.run, sites.Site.run_added
-
-    def recorded(self, *operands, **more):
-        found.append(self.chain.label)
-        return run(self, *operands, **more)
-
-    def recorded_added(self, norm, x, other, act, *more):
-        y = run_added(self, norm, x, other, act, *more)
-        found.extend([] if y is None else [f"{self.chain.label} → sum"])
-        return y
-
-    monkeypatch.setattr(sites.Site, "run", recorded)
-    monkeypatch.setattr(sites.Site, "run_added", recorded_added)
-    return found
-
-
-def check(net, original):
-    for ours, theirs in zip(results(net), results(original), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
 def optimized(norm):
-    original = made(norm)
-    net = copy.deepcopy(original)
-    kgopt.optimize(net, measure=False)
-    return net, original
+    return pair(lambda: Net(norm), std=0.7)
 
 
 LEAVES = [NothingNew, Super, OldSuper, Branch, Keywords, WithIdentities, Optional]
-FUSED = ["GroupNorm → silu", "GroupNorm → sum", "GroupNorm → gelu"]
+FUSED = ["silu", "sum none", "gelu"]
 
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("norm", LEAVES)
 def test_a_norm_and_no_more_is_fused_with_the_code_around_it(norm, train, ran):
     net, original = optimized(norm)
-    check(net.train(train), original.train(train))
+    check(net.train(train), original.train(train), SHAPE)
     assert ran == FUSED
     assert type(net.norm).__name__ == norm.__name__
     assert isinstance(net.norm, norm)
     kgopt.restore(net)
     assert type(net.norm) is norm
-    check(net, original)
+    check(net, original, SHAPE)
 
 
 def test_instance_norm(ran):
-    check(*optimized(InstanceSuper))
-    assert ran == [label.replace("Group", "Instance") for label in FUSED]
+    net, original = optimized(InstanceSuper)
+    check(net, original, SHAPE)
+    assert ran == FUSED
+    assert [row.kind for row in kgopt.report(net).sites] == [
+        f"InstanceSuper → {what}" for what in ("silu", "sum", "gelu")
+    ]
 
 
 @pytest.mark.parametrize(
-    ("norm", "label"),
+    ("norm", "act"),
     [
-        (WithAct, "GroupNorm → relu"),
-        (OptionalAct, "GroupNorm → silu"),
-        (FunctionBehind, "GroupNorm → leaky_relu(0.2)"),
-        (OwnBehind, "GroupNorm → silu"),
+        (WithAct, "relu"),
+        (OptionalAct, "silu"),
+        (FunctionBehind, "leaky_relu(0.2)"),
+        (OwnBehind, "silu"),
     ],
 )
-def test_activations_of_its_own_join_it(norm, label, ran):
+def test_activations_of_its_own_join_it(norm, act, ran):
     net, original = optimized(norm)
-    check(net, original)
-    assert ran == [label] * 3
-    assert [row.kind for row in kgopt.report(net).sites] == [label] * 3
+    check(net, original, SHAPE)
+    assert ran == [act] * 3
+    assert [row.kind for row in kgopt.report(net).sites] == [f"GroupNorm → {act}"] * 3
 
 
 def test_a_keyword_argument():
@@ -233,12 +194,9 @@ def test_copies_pickles_and_graphs(norm, ran):
     net, original = optimized(norm)
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         ran.clear()
-        check(other, original)
+        check(other, original, SHAPE)
         assert len(ran) == 3
-    torch._dynamo.reset()
-    compiled = torch.compile(net, backend="eager", fullgraph=True)
-    x = torch.randn(2, 2, 3, 4, 5).double()
-    torch.testing.assert_close(compiled(x), original(x), rtol=1e-9, atol=1e-9)
+    check_compiled(net, original, SHAPE)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -346,7 +304,7 @@ ALONE = [More, Residual, OtherEps, OtherGroups, Keeps, Twice, ActFirst, Unused, 
 @pytest.mark.parametrize("norm", [*ALONE, Decides, Mixed])
 def test_more_than_a_norm_is_left_alone(norm, ran):
     net, original = optimized(norm)
-    check(net, original)
+    check(net, original, SHAPE)
     assert ran == []
     assert all("which may do more" in row.reason for row in kgopt.report(net).sites)
 
@@ -402,11 +360,11 @@ def test_a_leaf_that_changes(change, monkeypatch):
     before = net(torch.ones(1, 2, 3, 4, 5).double())
     for model in (net, original):
         change(model, monkeypatch)
-    check(net, original)
+    check(net, original, SHAPE)
     assert not torch.equal(net(torch.ones(1, 2, 3, 4, 5).double()), before)
     monkeypatch.undo()
     if change not in (flag, flag_deleted, instance_forward):
-        check(net, original)
+        check(net, original, SHAPE)
 
 
 def own_act(net):
@@ -439,13 +397,13 @@ def test_a_child_that_changes(norm, change):
     net, original = optimized(norm)
     for model in (net, original):
         change(model)
-    check(net, original)
+    check(net, original, SHAPE)
 
 
 def test_a_base_that_changes(monkeypatch):
     net, original = optimized(Super)
     monkeypatch.setattr(NothingNew, "forward", lambda self, x: x + 1, raising=False)
-    check(net, original)
+    check(net, original, SHAPE)
 
 
 def test_global_hooks_see_the_children():
@@ -453,10 +411,10 @@ def test_global_hooks_see_the_children():
     seen = []
     handle = nn.modules.module.register_module_forward_hook(lambda m, i, o: seen.append(type(m).__name__))
     try:
-        results(net)
+        results(net, SHAPE)
         ours = list(seen)
         seen.clear()
-        results(original)
+        results(original, SHAPE)
     finally:
         handle.remove()
     assert ours == seen
@@ -476,12 +434,11 @@ class CastAll(NothingNew):
 @pytest.mark.parametrize("norm", [Cast, CastAll])
 def test_casts_that_do_nothing(norm, ran):
     net, original = optimized(norm)
-    check(net, original) if norm is CastAll else None
+    check(net, original, SHAPE) if norm is CastAll else None
     assert ran == []  # float64, which they round
     for model in (net, original):
         model.float()
-    for ours, theirs in zip(results(net), results(original), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    check(net, original, SHAPE, rtol=1e-3, atol=1e-3)
     assert ran == FUSED
 
 
@@ -501,10 +458,8 @@ class Names(nn.Module):
 
 
 def test_a_method_that_names_its_class(ran):
-    torch.manual_seed(0)
-    original = Names().double()
-    net = kgopt.optimize(copy.deepcopy(original), measure=False)
+    net, original = pair(Names)
     x = torch.randn(2, C, 5, 5).double()
     torch.testing.assert_close(net(x), original(x), rtol=1e-9, atol=1e-9)
-    assert ran == ["GroupNorm", "GroupNorm → silu"]
+    assert ran == ["none", "silu"]
     assert type(net).forward.__qualname__ == "Names.forward"

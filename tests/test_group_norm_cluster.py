@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from kgopt import reference
+from norm_gradients import check_both_ways
 from shapes import DTYPES, make
 from tolerances import assert_as_good_as_torch
 
@@ -46,23 +47,13 @@ def test_group_norm_on_chip(name, dtype, act, pre_act, device, poisoned):
     x, weight, bias = make(shape, dtype, device, scale=2.0, offset=1.0)
     dy = torch.randn(shape, device=device).to(dtype)
 
-    def run(norm, *tensors):
-        leaves = [t.detach().clone().requires_grad_() for t in tensors]
-        y = norm(*leaves)
-        y.backward(dy.to(y.dtype))
-        return [y.detach(), *(leaf.grad for leaf in leaves)]
-
     def ours(x, w, b):
         return OPS.group_norm_fwd(x, groups, w, b, 1e-2, act, pre_act)[0]
 
     def plain(x, w, b):
         return reference.group_norm_ref(x, groups, w, b, eps=1e-2, act=act, pre_act=pre_act)
 
-    mine = run(ours, x, weight, bias)
-    exact = run(plain, x.double(), weight.double(), bias.double())
-    for result, expected, right in zip(mine, run(plain, x, weight, bias), exact, strict=True):
-        assert_as_good_as_torch(result, expected, right)
-    assert all(torch.equal(a, b) for a, b in zip(mine, run(ours, x, weight, bias), strict=True))
+    check_both_ways(ours, plain, dy, x, weight, bias)
 
 
 @pytest.mark.parametrize("name", ["a block", "a cluster, any start and length", "a cluster, vectors across channels"])

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from kgopt import reference
-from norm_gradients import run_both_ways
+from norm_gradients import check_both_ways, run_both_ways
 from shapes import DTYPES, LAYOUTS, laid_out, make
-from tolerances import assert_as_good_as_torch
+from tolerances import assert_all_as_good, assert_as_good_as_torch
 
 OPS = torch.ops.kgopt
 
@@ -62,11 +62,7 @@ def test_group_norm_small(name, dtype, layout, act, pre_act, device, poisoned):
     def plain(x, w, b):
         return reference.group_norm_ref(x, groups, w, b, eps=1e-2, act=act, pre_act=pre_act)
 
-    mine = run_both_ways(ours, dy, x, weight, bias)
-    exact = run_both_ways(plain, dy, x.double(), weight.double(), bias.double())
-    for result, expected, right in zip(mine, run_both_ways(plain, dy, x, weight, bias), exact, strict=True):
-        assert_as_good_as_torch(result, expected, right)
-    assert all(torch.equal(a, b) for a, b in zip(mine, run_both_ways(ours, dy, x, weight, bias), strict=True))
+    check_both_ways(ours, plain, dy, x, weight, bias)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -117,8 +113,7 @@ def test_group_norm_small_in_a_view(name, start, affine, device, poisoned):
     mine = run_both_ways(norm(OPS.group_norm), dy, x, *parameters)
     exact = run_both_ways(norm(F.group_norm), dy, x.double(), *(t.double() for t in parameters))
     plain = run_both_ways(norm(F.group_norm), dy, x, *(t.to(x.dtype) for t in parameters))
-    for result, expected, right in zip(mine, plain, exact, strict=True):
-        assert_as_good_as_torch(result, expected.to(result.dtype), right)
+    assert_all_as_good(mine, (theirs.to(own.dtype) for own, theirs in zip(mine, plain, strict=True)), exact)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -78,3 +78,17 @@ def test_the_documentation_has_the_same_layers():
     text = (Path(__file__).parents[1] / "docs/architecture.md").read_text()
     rows = text.split("| layer | files | question |")[1].split("\n\n")[0].splitlines()[2:]
     assert [set(re.findall(r"`(\w+)/?`", row.split("|")[2])) for row in rows] == layers()
+
+
+def test_the_code_that_the_documentation_names_for_a_reason_is_there():
+    text = (Path(__file__).parents[1] / "docs/optimize_inside.md").read_text()
+    rows = text.split('| "why" says |')[1].split("\n\n")[0].splitlines()[2:]
+    named = [re.findall(r"`([\w/.]+)`", row.split("|")[2]) for row in rows]
+    assert len(named) > 10
+    for names in named:
+        file = ""
+        for name in names:
+            if name.endswith(".py"):
+                file = (ROOT / "rewrite" / name).read_text()
+            else:
+                assert all(re.search(rf"(def |class |    ){part}\b", file) for part in name.split(".")), name

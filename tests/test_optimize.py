@@ -8,6 +8,7 @@ import traceback
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -306,6 +307,27 @@ def test_model_without_source():
     assert (row.became, row.reason) == ("group_norm", "Net.forward has no source")
     x = torch.randn(2, 8, 5)
     torch.testing.assert_close(model(x), original(x))
+
+
+class Asked(nn.Module):
+    """Norms that hold parameters for a function, one of which is called as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.both = nn.GroupNorm(4, 8), nn.GroupNorm(2, 8)
+
+    def forward(self, x):
+        y = F.group_norm(x, self.held.num_groups, self.held.weight, self.held.bias)
+        return self.both(y) * self.both.weight.sum()
+
+
+def test_a_norm_whose_parameters_alone_are_read(device):
+    """The report said that it ran on kgopt."""
+    model, original = optimized(Asked, device)
+    found = {row.path: (row.became, row.reason) for row in kgopt.report(model).sites}
+    assert found["held"] == ("", "Asked asks for its parameters, and does not call it")
+    assert found["both"][0] == found[""][0] == "group_norm"
+    assert_same_results(model, original, torch.randn(2, 8, 5, 6, device=device))
 
 
 def test_instance_norm_without_a_batch(device):

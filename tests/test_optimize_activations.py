@@ -77,13 +77,6 @@ OTHERS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def model_of(expression: str, folder, name: str) -> nn.Module:
     """A module whose forward is a norm and that expression, in a file, for its source is read."""
     path = folder / f"{name}.py"

@@ -20,13 +20,6 @@ from tolerances import assert_as_good_as_torch
 ALWAYS = {"kgopt.always": True}
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def test_is_known_to_torch():
     assert "kgopt" in torch._dynamo.list_backends()
     code = "import torch, kgopt\ntorch.compile(abs, backend='kgopt')\nassert 'kgopt' in torch._dynamo.list_backends()"

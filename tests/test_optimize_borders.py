@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import sites
-from optimize_pairs import check, pair
+from optimize_pairs import check, check_compiled, hooks_see_the_same, pair
 
 
 class Block(nn.Module):
@@ -141,30 +140,6 @@ class Inherits(Net):
 NETS = (Adds, Loop, Nested, Acts, Styled, Alone, Inherits)
 
 
-@pytest.fixture
-def ran(monkeypatch):
-    found = []
-    run, run_added, run_modulated = sites.Site.run, sites.Site.run_added, sites.Site.run_modulated
-
-    def recorded(self, *operands, **more):
-        found.append(self.chain.post)
-        return run(self, *operands, **more)
-
-    def added(self, norm, x, other, act, *more):
-        y = run_added(self, norm, x, other, act, *more)
-        found.extend([] if y is None else [f"sum {act}"])
-        return y
-
-    def modulated(self, norm, x, factor, shift, act="none", *more):
-        found.append(f"scaled {act}")
-        return run_modulated(self, norm, x, factor, shift, act, *more)
-
-    monkeypatch.setattr(sites.Site, "run", recorded)
-    monkeypatch.setattr(sites.Site, "run_added", added)
-    monkeypatch.setattr(sites.Site, "run_modulated", modulated)
-    return found
-
-
 @pytest.mark.parametrize("make", NETS)
 def test_one_op(make, ran):
     net, original = pair(make)
@@ -178,37 +153,16 @@ def test_one_op(make, ran):
 
 @pytest.mark.parametrize("make", NETS)
 def test_compiled(make):
-    net, original = pair(make)
-    torch._dynamo.reset()
-    x = torch.randn(2, 4, 5, 6).double()
-    compiled = torch.compile(net, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), original(x), rtol=1e-9, atol=1e-9)
+    check_compiled(*pair(make))
 
 
 @pytest.mark.parametrize("make", NETS)
 @pytest.mark.parametrize("which", ["block", "norms", "everything"])
 def test_hooks_see_what_they_saw(make, which):
     net, original = pair(make)
-    seen = {net: [], original: []}
-    handles = []
-    for model, found in seen.items():
-        names = {m: name for name, m in model.named_modules()}
-
-        def note(module, _, y, names=names, found=found):
-            if module in names:
-                found.append((names[module], y.clone()))
-
-        if which == "everything":
-            handles.append(nn.modules.module.register_module_forward_hook(note))
-        for module, name in names.items():
-            if name in ("block", "blocks.0") if which == "block" else which == "norms" and "norm" in name:
-                module.register_forward_hook(note)
-    check(net, original)
-    for handle in handles:
-        handle.remove()
-    assert [name for name, _ in seen[net]] == [name for name, _ in seen[original]]
-    for (_, ours), (_, theirs) in zip(seen[net], seen[original], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    watches = {"block": {"block", "blocks.0"}.__contains__, "norms": lambda name: "norm" in name}
+    with hooks_see_the_same(net, original, watches.get(which, lambda name: False), which == "everything"):
+        check(net, original)
 
 
 def test_another_forward_later(monkeypatch):

@@ -11,13 +11,13 @@ from torch import nn
 import kgopt
 from kgopt.rewrite import carry, glue
 from kgopt.rewrite.glue import heads, plans
+from optimize_pairs import all_faster
 
 
 def found(original, x):
     """A copy whose calls were all found to be faster, in the first of their ways."""
     model = kgopt.optimize(copy.deepcopy(original), measure=False)
-    with torch.no_grad():
-        glue.find(model, lambda: model(x), lambda path: "", always=True)
+    all_faster(model, x)
     return model
 
 
@@ -114,7 +114,7 @@ def test_moments_reach_the_norm_behind(between, dtype, monkeypatch):
     x = torch.randn(1, 32, 64, 64, 128, device="cuda").to(dtype).contiguous(memory_format=torch.channels_last_3d)
     model = kgopt.optimize(copy.deepcopy(original), measure=False, channels_last=True)
     with torch.no_grad():
-        glue.find(model, lambda: model(x), lambda path: "", always=True)
+        all_faster(model, x)
         expected = model(x)
         carriers = [glue.state_of(m).carrier for m in (model.conv1, model.conv2)]
         assert [c.wanted for c in carriers] == [between is None, True]
@@ -141,7 +141,7 @@ def test_a_norm_takes_the_pointwise_convolution_behind_it(dtype, monkeypatch, po
     x = torch.randn(1, 4, 40, 40, 40, device="cuda").to(dtype).contiguous(memory_format=torch.channels_last_3d)
     model = kgopt.optimize(copy.deepcopy(original), measure=False, channels_last=True)
     with torch.no_grad():
-        glue.find(model, lambda: model(x), lambda path: "", always=True)
+        all_faster(model, x)
         plain = model(x)  # in two ops, in the layout that was asked for
         conv = model[3][0]
         state = glue.state_of(conv)
@@ -191,7 +191,7 @@ def test_a_norm_in_code_runs_with_the_convolution_behind_it(branches, device, mo
     x = torch.randn(2, 16, 9, 7, device=device).contiguous(memory_format=torch.channels_last)
     model = kgopt.optimize(copy.deepcopy(original), measure=False, channels_last=True)
     with torch.no_grad():
-        glue.find(model, lambda: model(x), lambda path: "", always=True)
+        all_faster(model, x)
         state = glue.state_of(model.conv)
         state.faster = dict.fromkeys(state.faster, "few")
         state.plans.clear()

@@ -11,16 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import policy, sites
+from kgopt.rewrite import sites
 
 C = 6
 _emit = sites.emit_kgopt
 
-
-@pytest.fixture(autouse=True)
-def ours(monkeypatch):
-    monkeypatch.setattr(policy, "default", lambda device: True)
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("ours")
 
 
 @pytest.fixture

@@ -12,13 +12,6 @@ from test_optimize_channel_norms import FOUND, NOT_FOUND, C, close, grads
 X = (2, C, 5, 4)
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 class Acted(torch.nn.Module):
     def __init__(self, norm) -> None:
         super().__init__()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import pickle
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 import kgopt
+from optimize_pairs import pair
 
 CALLS = []
 
@@ -95,12 +95,6 @@ class Twice(Base):
         return self.act(x)
 
 
-def pair(make):
-    torch.manual_seed(0)
-    original = make().double()
-    return kgopt.optimize(copy.deepcopy(original), measure=False), original
-
-
 X = torch.randn(2, 4, 5, 6, generator=torch.Generator().manual_seed(1)).double()
 
 
@@ -128,7 +122,6 @@ def test_it_is_fused(make):
 def test_arguments_reach_both():
     net, original = pair(Scaled)
     check(net, original, scale=3.0, more=0.5)
-    torch._dynamo.reset()
     compiled = torch.compile(net, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(X, scale=2.0), original(X, scale=2.0), rtol=1e-9, atol=1e-9)
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kgopt.rewrite import sites
-from optimize_pairs import check, pair
+from optimize_pairs import check, check_compiled, pair
 
 
 def swish(x):
@@ -91,19 +90,6 @@ class Others(Called):
         return by_name(self.norm(x)) + by_name(self.norm(x), "tanh") + gated(self.norm(x)) + doubled(self.norm(x))
 
 
-@pytest.fixture
-def ran(monkeypatch):
-    found = []
-    run = sites.Site.run
-
-    def recorded(self, *operands, **more):
-        found.append(self.chain.post)
-        return run(self, *operands, **more)
-
-    monkeypatch.setattr(sites.Site, "run", recorded)
-    return found
-
-
 @pytest.mark.parametrize(
     ("make", "acts"),
     [
@@ -121,10 +107,7 @@ def test_what_a_function_is(make, acts, ran):
     assert ran == acts
     check(pickle.loads(pickle.dumps(net)), original)
     assert ran == acts * 2
-    torch._dynamo.reset()
-    x = torch.randn(2, 4, 5, 6).double()
-    compiled = torch.compile(net, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), original(x), rtol=1e-9, atol=1e-9)
+    check_compiled(net, original)
 
 
 def test_a_function_that_changes(monkeypatch, ran):

@@ -17,6 +17,7 @@ from kgopt._layout import is_dense_channels_last
 from kgopt.rewrite import between, classes, clocks, convolved, glue, known, layout, measuring, policy, watching, whole
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.glue import kernels, plans, search
+from optimize_pairs import all_faster
 from test_optimize import assert_same_results, ops_of, optimized
 
 SHAPES = [(2, 3, 4, 5), (1, 8, 6, 4), (1, 16, 3, 4, 8), (2, 3, 1, 5, 7), (1, 1, 1, 1, 1), (1, 4, 2, 3, 2)]
@@ -148,14 +149,6 @@ class Net(nn.Module):
         return self.conv(F.pad(self.up2(y), (1, 1, 1, 1), mode="replicate"))
 
 
-def found(model, x, **more):
-    def call():
-        with torch.no_grad():
-            return model(x)
-
-    return glue.find(model, call, more.get("unwanted", lambda path: ""), always=True)
-
-
 def whole_of(model, x):
     return whole.Whole(model, x, lambda path: "")
 
@@ -174,7 +167,7 @@ def test_calls_are_replaced_in_inference_only(monkeypatch):
     original = Net().eval()
     model = kgopt.optimize(copy.deepcopy(original), measure=False)
     x = torch.randn(1, 4, 5, 6)
-    assert found(model, x) == 4
+    assert all_faster(model, x) == 4
     assert isinstance(model.up1, Up)
     assert isinstance(model.up2, nn.Upsample)
     with torch.no_grad():
@@ -199,7 +192,7 @@ def test_calls_are_replaced_in_inference_only(monkeypatch):
 
 def test_what_traces_or_transforms_sees_pytorchs_functions(monkeypatch):
     model, x = Net().eval(), torch.randn(1, 4, 5, 6)
-    found(model, x)
+    all_faster(model, x)
     with torch.no_grad():
         assert kinds_run(model, x, monkeypatch)[0] == ["nearest", "linear", "replicate"]
         expected = model(x)
@@ -230,7 +223,7 @@ def test_glue_and_layout_of_one_module():
     """Both wrap the forward; either can go first and leave first."""
     model = nn.Upsample(scale_factor=2)
     x = torch.randn(1, 4, 5, 6)
-    found(model, x)
+    all_faster(model, x)
     layout.set_layout(model, True)
     with torch.no_grad():
         assert torch.equal(model(x), F.interpolate(x, scale_factor=2))
@@ -242,7 +235,7 @@ def test_glue_and_layout_of_one_module():
 
 def test_excluded_modules_keep_their_forward():
     model = Net().eval()
-    assert found(model, torch.randn(1, 4, 5, 6), unwanted=lambda path: "no" if path == "up1" else "") == 3
+    assert all_faster(model, torch.randn(1, 4, 5, 6), unwanted=lambda path: "no" if path == "up1" else "") == 3
     assert type(model) is not Net
     assert type(model.up1) is Up
     assert type(model.up2) is not nn.Upsample
@@ -260,7 +253,7 @@ def test_convolutions_that_pad_in_another_mode(mode, bias, padding, monkeypatch)
     original = nn.Conv2d(4, 6, 3, padding=padding, padding_mode=mode, bias=bias).eval()
     model = copy.deepcopy(original)
     with torch.no_grad():
-        if not found(model, x):
+        if not all_faster(model, x):
             assert not bias
             assert mode != "replicate"
             return
@@ -281,7 +274,7 @@ def test_an_activation_joins_a_convolution_that_pads_in_another_mode(mode, monke
     original = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1, padding_mode=mode), nn.ReLU()).eval()
     model = copy.deepcopy(original)
     with torch.no_grad():
-        found(model, x)
+        all_faster(model, x)
         convolved.give(model)
         acts, run = [], plans.run_plan
         seen = lambda *args, act="none", **more: (acts.append(act), run(*args, act=act, **more))[1]  # noqa: E731
@@ -306,7 +299,7 @@ def test_a_sum_joins_a_convolution_that_pads_in_another_mode(mode, monkeypatch):
     original = Residual(mode).eval()
     model = kgopt.optimize(copy.deepcopy(original), measure=False)
     with torch.no_grad():
-        found(model, x)
+        all_faster(model, x)
         residuals, run = [], plans.run_plan
 
         def seen(conv, x, plan, residual=None, *more, **named):
@@ -323,7 +316,7 @@ def test_padding_modes_of_what_was_replaced_and_of_other_inputs(monkeypatch):
     original = nn.Conv2d(4, 6, 3, padding=1, padding_mode="replicate").eval()
     model = copy.deepcopy(original)
     with torch.no_grad():
-        found(model, x)
+        all_faster(model, x)
         for other in (x[0], x[:1], x.contiguous(memory_format=torch.channels_last)):
             torch.testing.assert_close(model(other), original(other))
         asked, pad = [], F.pad
@@ -346,7 +339,7 @@ def test_batch_norm_by_running_statistics(affine, channels_last, dtype, monkeypa
     x = draw((3, 6, 33, 20), dtype, channels_last, "cuda") * 3 + 1
     original = copy.deepcopy(norm)
     with torch.no_grad():
-        assert found(norm, x) == 1
+        assert all_faster(norm, x) == 1
         for change in (lambda m: None, lambda m: m.running_mean.add_(1.0), lambda m: m.running_var.data.mul_(2.0)):
             for m in (norm, original):
                 change(m)
@@ -398,7 +391,7 @@ def decided(monkeypatch, work, host=0.0, budget=1e6):
     kgopt.forget()
     decides = whole_of(model, x)
     expected = decides.call()
-    found(model, x)
+    all_faster(model, x)
     timed = Clocks(
         monkeypatch, model, dict(zip(("conv bias", "nearest", "linear", "replicate"), work, strict=True)), host
     )
@@ -638,7 +631,7 @@ def test_compiled_inference_runs_the_convolutions_that_were_faster(device):
     x = torch.randn(1, 2, 5, 6, 7, device=device)
     with torch.no_grad():
         expected = model(x)
-    found(model, x)
+    all_faster(model, x)
     for conv in model:
         if known.get(conv, "glue") is None:
             known.put(conv, glue=glue.GlueState())
@@ -696,7 +689,7 @@ def test_compiled_upsampling_keeps_the_format_that_the_model_computes_in(device)
     known.put(model[0], keeps=True)
     with torch.no_grad():
         expected = model(x)
-        glue.find(model, lambda: model(x), lambda name: "", always=True)
+        all_faster(model, x)
     y, calls = compiled_nodes(model, x)
     assert not any("interpolate" in name for name, _ in calls)  # but views
     assert y.is_contiguous(memory_format=torch.channels_last_3d)

@@ -226,15 +226,8 @@ def test_onnx(both, dynamo, tmp_path):
     close(torch.from_numpy(y), original(x).detach())
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_compile_a_forward_that_writes_to_a_dict(channels_last, fresh_dynamo):
+def test_compile_a_forward_that_writes_to_a_dict(channels_last):
     """Dynamo does not look into a class's ``__dict__`` once the code has written to a dict: graph breaks, and
     ``fullgraph=True`` failed."""
     original = models.randomized(Model()).eval()

@@ -10,15 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import policy, sites
+from kgopt.rewrite import sites
+from optimize_pairs import pair
 from tolerances import assert_as_good_as_torch
 
 C, Z = 8, 3
 
-
-@pytest.fixture(autouse=True)
-def ours(monkeypatch):
-    monkeypatch.setattr(policy, "default", lambda device: True)
+pytestmark = pytest.mark.usefixtures("ours")
 
 
 @pytest.fixture
@@ -206,19 +204,13 @@ FORMS = {
 }
 
 
-def pair(cls, dtype=torch.float64):
-    torch.manual_seed(3)
-    original = cls().to(dtype)
-    return original, kgopt.optimize(copy.deepcopy(original), measure=False)
-
-
 def inputs(dtype=torch.float64, small=SMALL):
     return torch.randn(2, C, *LARGE, dtype=dtype), torch.randn(2, Z, *small, dtype=dtype)
 
 
 @pytest.mark.parametrize("cls", FORMS)
 def test_forms(cls, done):
-    original, model = pair(cls)
+    model, original = pair(cls)
     args = inputs()
     with torch.no_grad():
         torch.testing.assert_close(model(*map(torch.clone, args)), original(*map(torch.clone, args)))
@@ -236,7 +228,7 @@ def test_forms(cls, done):
 
 
 def test_named_maps(done):
-    original, model = pair(Named)
+    model, original = pair(Named)
     x, zq = torch.randn(2, C, 6, 6).double(), torch.randn(2, Z, 2, 2).double()
     with torch.no_grad():
         torch.testing.assert_close(model(x, zq), original(x, zq))
@@ -246,7 +238,7 @@ def test_named_maps(done):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_as_good_as_torch(dtype, channels_last, done):
-    original, model = pair(Resnet, dtype)
+    model, original = pair(Resnet, dtype)
     args = inputs(dtype)
     if channels_last:
         model = kgopt.optimize(model, measure=False, channels_last=True)
@@ -258,7 +250,7 @@ def test_as_good_as_torch(dtype, channels_last, done):
 
 @pytest.mark.parametrize("small", [(6, 8), (4, 3)], ids=str)
 def test_what_is_no_repetition_is_pytorchs(small, done):
-    original, model = pair(SpatialNorm)
+    model, original = pair(SpatialNorm)
     args = inputs(small=small)
     with torch.no_grad():
         torch.testing.assert_close(model(*args), original(*args), rtol=0 if small == (4, 3) else 1e-7, atol=1e-12)
@@ -266,7 +258,7 @@ def test_what_is_no_repetition_is_pytorchs(small, done):
 
 
 def test_autocast_is_pytorchs(done):
-    original, model = pair(SpatialNorm, torch.float32)
+    model, original = pair(SpatialNorm, torch.float32)
     args = inputs(torch.float32)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         y, expected = model(*args), original(*args)
@@ -276,7 +268,7 @@ def test_autocast_is_pytorchs(done):
 
 
 def test_a_hook_sees_the_upsampled_map(done):
-    original, model = pair(SpatialNorm)
+    model, original = pair(SpatialNorm)
     args, seen = inputs(), []
     model.conv_y.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
     with torch.no_grad():
@@ -300,8 +292,7 @@ def test_operands_that_broadcast(shape, done):
 
 @pytest.mark.parametrize("cls", [SpatialNorm, Named, Addcmul, Resnet])
 def test_compiled_code_is_one_graph(cls, done):
-    torch._dynamo.reset()
-    original, model = pair(cls)
+    model, original = pair(cls)
     args = torch.randn(2, C, 6, 6).double(), torch.randn(2, Z, 2, 2).double()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -11,13 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import policy
+import optimize_pairs
 
-
-@pytest.fixture(autouse=True)
-def ours(monkeypatch):
-    monkeypatch.setattr(policy, "default", lambda device: True)
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("ours")
 
 
 class Base(nn.Module):
@@ -168,12 +165,7 @@ class Caught(Base):
 APART = [ReadLater, Broadcast, Wider, InPlaceOnTheOther, Caught]
 
 
-def pair(cls, dtype=torch.float64):
-    torch.manual_seed(3)
-    original = cls().to(dtype)
-    for p in original.parameters():
-        nn.init.normal_(p, std=0.4)
-    return original, kgopt.optimize(copy.deepcopy(original), measure=False)
+pair = functools.partial(optimize_pairs.pair, std=0.4)
 
 
 def compare(original, model, x):
@@ -197,7 +189,7 @@ def sample(dtype=torch.float64):
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("cls", FUSED)
 def test_sums_become_one_op(cls, format, summed):
-    original, model = pair(cls)
+    model, original = pair(cls)
     x = sample().contiguous(memory_format=format)
     compare(original, model, x)
     if format is torch.contiguous_format:  # else PyTorch's norm changes the layout, and the sum's is that of both
@@ -206,7 +198,7 @@ def test_sums_become_one_op(cls, format, summed):
 
 @pytest.mark.parametrize("cls", [*FUSED, *APART])
 def test_compiled(cls, summed):
-    original, model = pair(cls)
+    model, original = pair(cls)
     x = sample()
     torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=cls is not Caught)(x), original(x))
     assert summed == FUSED.get(cls, [])
@@ -214,13 +206,13 @@ def test_compiled(cls, summed):
 
 @pytest.mark.parametrize("cls", APART)
 def test_what_cannot_be_one_op(cls, summed):
-    original, model = pair(cls)
+    model, original = pair(cls)
     compare(original, model, sample())
     assert not summed
 
 
 def test_the_input_changes_in_between(summed):
-    original, model = pair(WritesBetween)
+    model, original = pair(WritesBetween)
     x = sample()
     with torch.no_grad():
         torch.testing.assert_close(model(x), original(x))
@@ -228,7 +220,7 @@ def test_the_input_changes_in_between(summed):
 
 
 def test_a_branch_that_reads_the_value(summed):
-    original, model = pair(Dropped)
+    model, original = pair(Dropped)
     original.drop = model.drop = True
     compare(original, model, sample())
     assert not summed
@@ -236,7 +228,7 @@ def test_a_branch_that_reads_the_value(summed):
 
 @pytest.mark.parametrize("where", ["norm", "whole", "inside", "act"])
 def test_hooks_see_what_they_saw(where, summed):
-    original, model = pair(Dropped if where in ("whole", "inside") else Monai)
+    model, original = pair(Dropped if where in ("whole", "inside") else Monai)
     seen = []
     for m in (original, model):
         inside = m.whole.all_modules if where == "inside" else getattr(m, where)
@@ -255,14 +247,14 @@ def test_replaced_methods_run(summed):
         lambda m: setattr(m.act, "forward", lambda x: x - 1),
         lambda m: setattr(m.whole, "forward", lambda x: x + 2),
     ):
-        original, model = pair(Dropped)
+        model, original = pair(Dropped)
         change(original), change(model)
         compare(original, model, sample())
     assert set(summed) <= {"none"}
 
 
 def test_a_class_that_passes_on_no_more(monkeypatch, summed):
-    original, model = pair(Dropped)
+    model, original = pair(Dropped)
     compare(original, model, sample())
     assert summed
     summed.clear()
@@ -272,7 +264,7 @@ def test_a_class_that_passes_on_no_more(monkeypatch, summed):
 
 
 def test_another_activation_later(summed):
-    original, model = pair(Monai)
+    model, original = pair(Monai)
     for m in (original, model):
         m.act = nn.Softplus(beta=2)
     compare(original, model, sample())
@@ -280,7 +272,7 @@ def test_another_activation_later(summed):
 
 
 def test_copies_pickles_and_restore(summed):
-    original, model = pair(Inline)
+    model, original = pair(Inline)
     x = sample()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         compare(original, other, x)
@@ -292,12 +284,12 @@ def test_copies_pickles_and_restore(summed):
 
 
 def test_report_names_the_sum():
-    _, model = pair(Monai)
+    model, _ = pair(Monai)
     assert any("sum" in row.kind for row in kgopt.report(model).sites), str(kgopt.report(model))
 
 
 def test_autocast_on_the_cpu(summed):
-    original, model = pair(Monai, torch.float32)
+    model, original = pair(Monai, torch.float32)
     x = sample(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         y, expected = model(x), original(x)
@@ -310,7 +302,7 @@ def test_autocast_on_the_cpu(summed):
 @pytest.mark.parametrize("cls", [Monai, Resnet, Dropped])
 def test_autocast(cls, low, summed):
     """GroupNorm gives float32 under autocast, InstanceNorm what it is given."""
-    original, model = (m.cuda() for m in pair(cls, torch.float32))
+    model, original = (m.cuda() for m in pair(cls, torch.float32))
     x = sample(torch.float32).cuda()
     with torch.autocast("cuda", low):
         y, expected = model(x), original(x)

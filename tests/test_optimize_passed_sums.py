@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 
-import kgopt
+import optimize_pairs
+from optimize_pairs import check, check_compiled
+
+pair = functools.partial(optimize_pairs.pair, train=False)
 
 
 class Base(nn.Module):
@@ -83,25 +86,6 @@ class ConvBetween(Base):
         return y + x
 
 
-def pair(make, train=False):
-    torch.manual_seed(0)
-    original = make().double().train(train)
-    net = kgopt.optimize(copy.deepcopy(original), measure=False)
-    return net, original
-
-
-def check(net, original):
-    results = []
-    for model in (net, original):
-        torch.manual_seed(1)
-        x = torch.randn(2, 4, 5, 6).double().requires_grad_()
-        torch.manual_seed(2)
-        y = model(x)
-        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()], allow_unused=True)])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
 FORMS = {Branch: ["none"], Compared: ["none"], InPlace: ["none"], Passed: ["relu"], Nested: ["none"], ConvBetween: []}
 
 
@@ -110,10 +94,7 @@ def test_the_sum_is_one_op(make, summed):
     net, original = pair(make)
     check(net, original)
     assert summed == FORMS[make]
-    torch._dynamo.reset()
-    x = torch.randn(2, 4, 5, 6).double()
-    compiled = torch.compile(net, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), original(x), rtol=1e-9, atol=1e-9)
+    check_compiled(net, original)
 
 
 def no_skip(net):

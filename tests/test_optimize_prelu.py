@@ -11,14 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import policy
 from optimize_models import randomized, rewritten
 
-
-@pytest.fixture(autouse=True)
-def ours(monkeypatch):
-    monkeypatch.setattr(policy, "default", lambda device: True)
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("ours")
 
 
 class Block(nn.Module):

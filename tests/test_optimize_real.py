@@ -9,7 +9,8 @@ import torch
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import glue, sums
+from optimize_pairs import all_faster
+from test_optimize_sums import sums_run
 from tolerances import assert_as_good_as_torch
 
 
@@ -80,19 +81,9 @@ def test_diffusers_unet():
 
 def fused_sums(model, x, monkeypatch):
     """Calls between the norms replaced wherever they can be: how many sums ran as one, and the output."""
-    kgopt.optimize(model, measure=False)
-
-    def call():
-        with torch.no_grad():
-            return model(x)
-
-    glue.find(model, call, lambda path: "", always=True)
-    count = []
-    plus = sums.Later.plus
-    monkeypatch.setattr(sums.Later, "plus", lambda *args: (y := plus(*args), count.append(y is not None))[0])
-    y = call()
-    monkeypatch.setattr(sums.Later, "plus", plus)
-    return sum(count), y
+    all_faster(kgopt.optimize(model, measure=False), x)
+    with torch.no_grad():
+        return sums_run(model, x, monkeypatch)
 
 
 def test_monai_segresnet_upsamples_and_adds_at_once(monkeypatch):

@@ -16,6 +16,7 @@ from kgopt import accuracy
 from kgopt._layout import FORMATS
 from kgopt.rewrite import glue
 from kgopt.rewrite.glue import heads, kernels
+from optimize_pairs import all_faster
 from tolerances import assert_as_good_as_torch, round_tf32
 
 C = 64
@@ -222,8 +223,7 @@ def random_affine(model):
 def made_scaled(original, x):
     """A copy whose convolutions all have measured scaled fp16 as the faster way."""
     model = kgopt.optimize(copy.deepcopy(original), measure=False, channels_last=True)
-    with torch.no_grad():
-        glue.find(model, lambda: model(x), lambda path: "", always=True)
+    all_faster(model, x)
     for module in model.modules():
         state = glue.state_of(module) if isinstance(module, CONVS) else None
         if state is not None:

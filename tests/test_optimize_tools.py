@@ -166,15 +166,8 @@ def test_fsdp2(when, norms_too, process_group):
     torch.testing.assert_close(model(x), original(x))
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("name", sorted(FUSED))
-def test_compile_after(name, device, fresh_dynamo):
+def test_compile_after(name, device):
     """One graph, whose ops are kgopt's."""
     model, original = optimized(FUSED[name], device)
     x = models.input_for(model, device)
@@ -201,7 +194,7 @@ def ops_in_graph(model, *args):
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_compile_before(channels_last, device, fresh_dynamo):
+def test_compile_before(channels_last, device):
     """Optimizing a model that was compiled, and has run, makes it recompile; so does restoring it."""
     original = models.randomized(models.MonaiResBlock(), device)
     model = copy.deepcopy(original)
@@ -227,7 +220,7 @@ def test_compile_before(channels_last, device, fresh_dynamo):
     assert not any("kgopt" in t for t in ran)
 
 
-def test_compile_sees_hooks_that_come_later(fresh_dynamo):
+def test_compile_sees_hooks_that_come_later():
     model, _ = optimized(FUSED["monai"], "cpu")
     compiled = torch.compile(model, backend="eager")
     x = models.input_for(model)
@@ -240,7 +233,7 @@ def test_compile_sees_hooks_that_come_later(fresh_dynamo):
 
 
 @pytest.mark.parametrize("faster", ["kgopt", "pytorch"])
-def test_compile_after_measuring_keeps_the_verdict(faster, device, monkeypatch, fresh_dynamo):
+def test_compile_after_measuring_keeps_the_verdict(faster, device, monkeypatch):
     for timer in ("time_both", "busy_both"):  # with launches, and where they are hidden
         monkeypatch.setattr(clocks, timer, lambda *_: (2.0, 1.0) if faster == "kgopt" else (1.0, 2.0))
     model = kgopt.optimize(models.randomized(models.MonaiResBlock(), device).eval().requires_grad_(False))
@@ -249,7 +242,7 @@ def test_compile_after_measuring_keeps_the_verdict(faster, device, monkeypatch, 
     assert ops_in_graph(model, x) == (["group_norm", "group_norm"] if faster == "kgopt" else [])
 
 
-def test_compile_dynamic(device, fresh_dynamo):
+def test_compile_dynamic(device):
     model, original = optimized(FUSED["monai"], device)
     compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
     for size in (5, 6, 9):
@@ -259,7 +252,7 @@ def test_compile_dynamic(device, fresh_dynamo):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", ["monai", "functional", "sequential"])
-def test_export(name, strict, fresh_dynamo):
+def test_export(name, strict):
     model, original = optimized(FUSED[name], "cpu")
     x = models.input_for(model)
     batch = torch.export.Dim("batch", min=1, max=16)
@@ -272,7 +265,7 @@ def test_export(name, strict, fresh_dynamo):
 
 
 @pytest.mark.parametrize("make", [m for ms in models.PIPELINES.values() for m in ms])
-def test_pipelines_compile_and_export(make, fresh_dynamo):
+def test_pipelines_compile_and_export(make):
     model, original = optimized(make, "cpu")
     x = models.input_for(model)
     op = kgopt.report(model).sites[0].became

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import pickle
 
 import pytest
@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import kgopt
-from kgopt.rewrite import sites
+import optimize_pairs
+from optimize_pairs import check, check_compiled
+
+pair = functools.partial(optimize_pairs.pair, train=False)
 
 
 class OwnGelu(nn.Module):
@@ -106,44 +108,6 @@ class Net(nn.Module):
         return x
 
 
-def results(net):
-    torch.manual_seed(1)
-    x = torch.randn(2, 4, 5, 6).double().requires_grad_()
-    torch.manual_seed(2)
-    y = net(x)
-    return [y, *torch.autograd.grad(y.square().sum(), [x, *net.parameters()])]
-
-
-def check(net, original):
-    for ours, theirs in zip(results(net), results(original), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    found = []
-    run, run_added = sites.Site.run, sites.Site.run_added
-
-    def recorded(self, *operands, **more):
-        found.append(self.chain.post)
-        return run(self, *operands, **more)
-
-    def recorded_added(self, norm, x, other, act, *more):
-        y = run_added(self, norm, x, other, act, *more)
-        found.extend([] if y is None else [f"sum {act}"])
-        return y
-
-    monkeypatch.setattr(sites.Site, "run", recorded)
-    monkeypatch.setattr(sites.Site, "run_added", recorded_added)
-    return found
-
-
-def pair(*parts, train=False):
-    torch.manual_seed(0)
-    original = Net(*parts).double().train(train)
-    return kgopt.optimize(copy.deepcopy(original), measure=False), original
-
-
 ACTS = {
     "gelu": OwnGelu,
     "sigmoid": OwnSigmoid,
@@ -154,28 +118,25 @@ ACTS = {
 
 @pytest.mark.parametrize("name", ACTS)
 def test_an_activation_joins_the_norm(name, ran):
-    net, original = pair(ACTS[name]())
+    net, original = pair(lambda: Net(ACTS[name]()))
     check(net, original)
     assert ran == [name, name, "sum none"]
     other = pickle.loads(pickle.dumps(net))
     ran.clear()
     check(other, original)
     assert ran == [name, name, "sum none"]
-    torch._dynamo.reset()
-    x = torch.randn(2, 4, 5, 6).double()
-    compiled = torch.compile(net, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), original(x), rtol=1e-9, atol=1e-9)
+    check_compiled(net, original)
 
 
 @pytest.mark.parametrize(("act", "name"), [(Formula(), "silu"), (Subclass(), "relu"), (Formula(1.5), None)])
 def test_formulas_and_subclasses(act, name, ran):
-    check(*pair(act))
+    check(*pair(lambda: Net(act)))
     assert ran == ([name, name, "sum none"] if name else ["none", "none", "sum none"])
 
 
 @pytest.mark.parametrize("train", [False, True])
 def test_drop_path(train, ran):
-    check(*pair(nn.SiLU(), DropPath(), train=train))
+    check(*pair(lambda: Net(nn.SiLU(), DropPath()), train=train))
     assert ran == ["silu", "silu", "none" if train else "sum none"]
 
 
@@ -221,7 +182,7 @@ class Parametric(nn.Module):
 
 @pytest.mark.parametrize("act", [More, Prints, Scaled, ClassNumber, HiddenInPlace, Parametric])
 def test_what_does_more_is_called(act, ran):
-    check(*pair(act()))
+    check(*pair(lambda: Net(act())))
     assert ran == ["none", "none", "sum none"]
 
 
@@ -261,7 +222,7 @@ class OwnFunctions:
 
 @pytest.mark.parametrize("change", [number, hook, own_forward, class_forward, code, function, global_name])
 def test_what_changes_afterwards(change, monkeypatch):
-    net, original = pair(Leaky())
+    net, original = pair(lambda: Net(Leaky()))
     check(net, original)
     for model in (net, original):
         change(model, monkeypatch)
@@ -271,7 +232,7 @@ def test_what_changes_afterwards(change, monkeypatch):
 
 
 def test_a_function_that_changes(monkeypatch):
-    net, original = pair(Memory(), DropPath())
+    net, original = pair(lambda: Net(Memory(), DropPath()))
     check(net, original)
     monkeypatch.setitem(globals(), "swish", lambda x, inplace: x * 2)
     check(net, original)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import clocks, glue, upsampling
+from kgopt.rewrite import clocks, glue
 from kgopt.rewrite.glue import calls, kernels, later, plans, search
+from optimize_pairs import all_faster
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 layouts = pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
@@ -281,9 +282,7 @@ def optimized(make, x, exclude=()):
     """The original, and a copy whose calls were all found to be faster."""
     original = make().to(x.device, x.dtype).eval()
     model = kgopt.optimize(copy.deepcopy(original), measure=False, exclude=exclude)
-    refuse = lambda path: "no" if path in exclude else ""  # noqa: E731
-    with torch.no_grad():
-        glue.find(model, lambda: model(x), refuse, always=True)
+    all_faster(model, x, unwanted=lambda path: "no" if path in exclude else "")
     return original, model
 
 
@@ -475,7 +474,7 @@ def test_upsamplers_of_libraries(monkeypatch):
 
 def test_the_value_is_one_tensor():
     """However often code asks, and whoever wrote to it in between."""
-    wait, x = upsampling.Wait(), draw((1, 4, 8, 9))
+    wait, x = plans.Wait(), draw((1, 4, 8, 9))
     with torch.no_grad():
         value = wait.begin(F.interpolate, x, scale_factor=2)
         assert type(value) is later.Upsampled

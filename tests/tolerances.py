@@ -6,13 +6,15 @@ and flags. tests/test_accuracy.py holds the rule itself against numbers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from kgopt import accuracy
 from kgopt.accuracy import TINY, relative_error, round_tf32
 
-__all__ = ["TINY", "assert_as_good_as_torch", "relative_error", "round_tf32"]
+__all__ = ["TINY", "assert_all_as_good", "assert_as_good_as_torch", "relative_error", "round_tf32"]
 
 
 def assert_as_good_as_torch(
@@ -40,3 +42,16 @@ def assert_as_good_as_torch(
     assert largest <= 2 * factor * torch_largest + 8 * tiny * scale, (
         f"largest error {largest:.3e}, PyTorch's {torch_largest:.3e}"
     )
+
+
+def assert_all_as_good(
+    actual: Iterable[Tensor | None],
+    expected: Iterable[Tensor | None],
+    reference: Iterable[Tensor | None],
+    factor: float = 2,
+) -> None:
+    """Each by the rule; what PyTorch gives no gradient has none."""
+    for mine, theirs, right in zip(actual, expected, reference, strict=True):
+        assert (mine is None) == (theirs is None) == (right is None)
+        if mine is not None and theirs is not None and right is not None:
+            assert_as_good_as_torch(mine, theirs, right, factor=factor)

@@ -84,6 +84,11 @@ def parse(act: str) -> tuple[Act, ...]:
     return chain
 
 
+def parameters_of(name: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """The names of an activation's parameters, and the defaults of the last ones."""
+    return _NAMES[name].parameters, _NAMES[name].defaults
+
+
 def split(act: str) -> list[str]:
     """The texts between the ``+`` that join them: not that of a number such as 1e+22."""
     parts, begin, inside = [], 0, False

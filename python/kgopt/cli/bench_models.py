@@ -23,11 +23,11 @@ from kgopt.cli.floor import Ceilings, Work
 from kgopt.cli.measure import (
     DTYPES,
     ErrorMeter,
+    note_error_ratio,
     note_time,
     peak_memory,
     precision_flags,
     time_call,
-    within_tolerance,
 )
 from kgopt.cli.results import Group, Row
 from kgopt.cli.runner import Settings, describe, quiet_compiler
@@ -316,13 +316,11 @@ class _Measurement:
         return list(self.rows.values())
 
     def _note_floor(self, row: Row, work: Work) -> None:
-        floor_us, row["floor_bound"] = self.ceilings.floor(work, self.rate)
-        row["floor_us"] = round(floor_us, 3)
-        row["work_bytes"], row["work_flops"] = work.bytes, work.flops
+        self.ceilings.note(row, work, self.rate)
+        row["work_flops"] = work.flops
         took_us = row.get("time_us")
         if took_us:
             eager_us = self.rows.get("eager", {}).get("time_us")
-            row["floor_fraction"] = round(floor_us / took_us, 5)
             row["speedup_over_eager"] = round(eager_us / took_us, 4) if eager_us else None
             row["tflops"] = round(work.flops / took_us * 1e-6, 3)
 
@@ -387,10 +385,7 @@ def _judge(rows: dict[str, Row], dtype: torch.dtype, autocast: bool) -> None:
     if not bars:
         return
     for row in rows.values():
-        if "error" in row:
-            row["error_ratio"] = row["error"] / max(bars) if max(bars) > 0 else None
-            if not within_tolerance(row["error"], max(bars), torch.bfloat16 if autocast else dtype):
-                row["out_of_tolerance"] = True
+        note_error_ratio(row, max(bars), 0.0, torch.bfloat16 if autocast else dtype)
 
 
 _HEADS = {

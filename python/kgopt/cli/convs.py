@@ -20,13 +20,12 @@ from kgopt.cli.floor import Ceilings, Work
 from kgopt.cli.measure import (
     DTYPES,
     ErrorMeter,
-    Timing,
-    gpu_time,
+    clock,
+    look_again,
+    note_error_ratio,
     note_time,
     peak_memory,
     precision_flags,
-    time_call,
-    within_tolerance,
 )
 from kgopt.cli.results import Row, group_rows
 from kgopt.cli.runner import Settings, describe
@@ -177,12 +176,6 @@ def _rival(name: str) -> str:
     return name.replace("kgopt", "eager")
 
 
-def _time(fn: Callable[[], Any], settings: Settings) -> Timing:
-    if settings.device.type == "cuda":
-        return gpu_time(fn, settings.device, settings.rep_ms)
-    return time_call(fn, settings.device, settings.rep_ms)
-
-
 def _drawn(conv: RandomConv, precision: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """x and weight, drawn where they are used: a layer's own start takes longer than its measurement."""
     generator = torch.Generator(device=device).manual_seed(conv.index)
@@ -218,16 +211,13 @@ def _note_errors(
             rows[name]["error_ideal_tf32"] = ideal
     for name, row in rows.items():
         bar = rows.get(_rival(name), {}).get("error")
-        if bar is not None and "error" in row:
-            row["error_ratio"] = row["error"] / bar if bar > 0 else None
-            if not within_tolerance(row["error"], max(bar, ideal), weight.dtype):
-                row["out_of_tolerance"] = True
+        if bar is not None:
+            note_error_ratio(row, bar, ideal, weight.dtype)
 
 
 def measure_conv(conv: RandomConv, precision: str, settings: Settings, ceilings: Ceilings, facts: Row) -> list[Row]:
     """Rows of cuDNN and kgopt in both memory formats, with errors against float64."""
     work = conv.work(conv.shape, DTYPES[precision].itemsize, "forward")
-    floor_us, bound = ceilings.floor(work, precision)
     rows: dict[str, Row] = {}
     calls: dict[str, Callable[[], torch.Tensor]] = {}
     with precision_flags(precision), torch.no_grad():
@@ -244,7 +234,7 @@ def measure_conv(conv: RandomConv, precision: str, settings: Settings, ceilings:
             call = conv.call if name.startswith("kgopt") else conv.torch_call
             fn = functools.partial(call, *layouts[_layout(name)])
             try:
-                note_time(row, _time(fn, settings))
+                note_time(row, clock(fn, settings.device, settings.rep_ms))
                 row["peak_bytes"] = peak_memory(fn, settings.device)
                 calls[name] = fn
             except Exception as error:
@@ -256,10 +246,9 @@ def measure_conv(conv: RandomConv, precision: str, settings: Settings, ceilings:
             for row in rows.values():
                 row["error_unknown"] = describe(error)
     for row in rows.values():
-        row["floor_us"], row["floor_bound"] = round(floor_us, 3), bound
-        row["work_bytes"], row["work_flops"] = work.bytes, work.flops
+        ceilings.note(row, work, precision)
+        row["work_flops"] = work.flops
         if row.get("time_us"):
-            row["floor_fraction"] = round(floor_us / row["time_us"], 5)
             row["tflops"] = round(work.flops / row["time_us"] * 1e-6, 3)
         row["copy_gbytes_per_s"] = round(ceilings.bytes_per_s * 1e-9, 1)
         row.update(facts)
@@ -273,19 +262,15 @@ def _ratio(rows: dict[str, Row], name: str) -> float | None:
 
 
 def _second_look(rows: dict[str, Row], calls: dict[str, Callable[[], torch.Tensor]], settings: Settings) -> None:
-    """Where kgopt looks slower both are timed again, in turns: each keeps its better median, which noise left alone."""
+    """Where kgopt looks slower both are timed again."""
     for name in ("kgopt", "kgopt_channels_last"):
         ratio = _ratio(rows, name)
-        if ratio is None or ratio <= LIMIT:
-            continue
-        for _ in range(2):
-            for one in (_rival(name), name):
-                took = _time(calls[one], settings)
-                if took.median_us < rows[one]["time_us"]:
-                    note_time(rows[one], took)
+        if ratio is not None and ratio > LIMIT:
+            rival = _rival(name)
+            look_again((rows[rival], rows[name]), (calls[rival], calls[name]), settings.device, settings.rep_ms)
 
 
-def convs_summary(rows: list[Row], worst: int = 20) -> str:
+def convs_summary(rows: list[Row]) -> str:
     """Ratios by dtype and memory format, and the worst of them: what is slower, ten at least."""
     kinds: dict[tuple[str, str], list[float]] = {}
     found, slow, wrong, unlike = [], 0, 0, 0
@@ -313,7 +298,7 @@ def convs_summary(rows: list[Row], worst: int = 20) -> str:
     parts = [table(header, lines, left=2)]
     if found:
         found.sort(key=lambda one: -one[0])
-        most = min(worst, max(10, slow))
+        most = min(20, max(10, slow))
         header = ["worst", "dtype", "layout", "kgopt", "cuDNN", "ratio"]
         parts += ["", table(header, [cells for _, cells in found[:most]], left=3)]
     measured = sum(map(len, kinds.values()))

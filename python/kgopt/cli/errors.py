@@ -9,7 +9,7 @@ from torch import nn
 
 from kgopt.accuracy import no_autotuning, round_tf32
 from kgopt.cli.cases import Case, Slice
-from kgopt.cli.measure import ErrorMeter, rounded_convolutions, within_tolerance
+from kgopt.cli.measure import ErrorMeter, note_error_ratio, rounded_convolutions
 from kgopt.cli.results import Row
 
 __all__ = ["IDEAL", "eager_of", "judge", "result_errors"]
@@ -116,8 +116,5 @@ def judge(rows: dict[str, Row], dtype: torch.dtype, kink: float) -> None:
     """
     for row in rows.values():
         bar = rows.get(eager_of(row), {}).get("error", rows["eager"].get("error"))
-        if bar is None or "error" not in row:
-            continue
-        row["error_ratio"] = row["error"] / bar if bar > 0 else None
-        if not within_tolerance(row["error"], max(bar, kink, row.get("error_ideal_tf32", 0.0)), dtype):
-            row["out_of_tolerance"] = True
+        if bar is not None:
+            note_error_ratio(row, bar, max(kink, row.get("error_ideal_tf32", 0.0)), dtype)

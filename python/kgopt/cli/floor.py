@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kgopt.cli.measure import precision_flags, time_call
+from kgopt.cli.results import Row
 
 __all__ = ["Ceilings", "Work", "measure_ceilings"]
 
@@ -52,6 +53,13 @@ class Ceilings:
         memory = work.bytes / self.bytes_per_s * 1e6
         math = work.flops / self.conv_rate(precision) * 1e6 if work.flops else 0.0
         return (memory, "memory") if memory >= math else (math, "math")
+
+    def note(self, row: Row, work: Work, precision: str) -> None:
+        """The floor of a row, and what part of its time that is."""
+        floor_us, row["floor_bound"] = self.floor(work, precision)
+        row["floor_us"], row["work_bytes"] = round(floor_us, 3), work.bytes
+        if row.get("time_us"):
+            row["floor_fraction"] = round(floor_us / row["time_us"], 5)
 
     def special_us(self, work: Work) -> float | None:
         """Microseconds of exp and tanh on the special function units: no part of the floor, polynomials can do it."""

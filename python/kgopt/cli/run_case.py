@@ -167,19 +167,16 @@ def _note_errors(rows: dict[str, Row], case: Case, plain: nn.Module, runners: di
 
 
 def _note_ceilings(rows: dict[str, Row], work: Work, precision: str, ceilings: Ceilings) -> None:
-    floor_us, bound = ceilings.floor(work, precision)
     special = ceilings.special_us(work)
     for row in rows.values():
         took_us = row.get("time_us")
-        row["floor_us"] = round(floor_us, 3)
-        row["floor_bound"] = bound
+        ceilings.note(row, work, precision)
         if took_us:
-            row["floor_fraction"] = round(floor_us / took_us, 5)
             eager_us = rows.get(eager_of(row), {}).get("time_us")
             row["speedup_over_eager"] = round(eager_us / took_us, 4) if eager_us else None
             row["tflops"] = round(work.flops / took_us * 1e-6, 3) if work.flops else None
             row["gbytes_per_s"] = round(work.bytes / took_us * 1e-3, 2)
-        row["work_bytes"], row["work_flops"] = work.bytes, work.flops
+        row["work_flops"] = work.flops
         row["special_us"] = round(special, 2) if special else None
         row["copy_gbytes_per_s"] = round(ceilings.bytes_per_s * 1e-9, 1)
         row["matmul_tflops"] = round(ceilings.flops_per_s[precision] * 1e-12, 2)

@@ -8,7 +8,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from kgopt.cli import results
 from kgopt.cli.cases import Case, PlainGroupNorm, group_norm_work, group_slices
 from kgopt.cli.errors import result_errors
 from kgopt.cli.floor import Ceilings
-from kgopt.cli.measure import DTYPES, Timing, gpu_time, kink_error, note_time, peak_memory, time_call, within_tolerance
+from kgopt.cli.measure import DTYPES, clock, kink_error, look_again, note_error_ratio, note_time, peak_memory
 from kgopt.cli.models import randomize
 from kgopt.cli.results import Group, Row, group_rows
 from kgopt.cli.runner import Compiled, Runner, Settings, describe, quiet_compiler
@@ -139,10 +139,6 @@ class _Output:
         return (self.y,)
 
 
-def _time(fn: Callable[[], Any], device: torch.device, rep_ms: float) -> Timing:
-    return gpu_time(fn, device, rep_ms) if device.type == "cuda" else time_call(fn, device, rep_ms)
-
-
 def _compiles(settings: Settings) -> bool:
     return settings.compile and (not settings.only or "compile" in settings.only)
 
@@ -205,10 +201,7 @@ def measure_shape(
             _add_errors(case, plain, {n: rows[n, direction] for n in names}, runners, x, direction, kink)
     for (_, direction), row in rows.items():
         work = case.work(shape.shape, DTYPES[shape.precision].itemsize, direction)
-        floor_us, row["floor_bound"] = ceilings.floor(work, shape.precision)
-        row["floor_us"], row["work_bytes"] = round(floor_us, 3), work.bytes
-        if row.get("time_us"):
-            row["floor_fraction"] = round(floor_us / row["time_us"], 5)
+        ceilings.note(row, work, shape.precision)
         row["copy_gbytes_per_s"] = round(ceilings.bytes_per_s * 1e-9, 1)
         row.update(facts)
     del runners
@@ -259,22 +252,19 @@ def _time_one(
         rows[0]["compile_s"] = before.compile_s if before else round(time.monotonic() - start, 2)
     for direction, row in zip(_DIRECTIONS, rows, strict=True):
         fn = getattr(runner, direction)
-        note_time(row, _time(fn, settings.device, settings.rep_ms))
+        note_time(row, clock(fn, settings.device, settings.rep_ms))
         row["peak_bytes"] = peak_memory(fn, settings.device)
     return runner
 
 
 def _second_look(rows: dict[tuple[str, str], Row], runners: dict[str, _Both], settings: Settings) -> None:
-    """Where kgopt looks slower both are timed again, in turns: each keeps its better median, which noise left alone."""
+    """Where kgopt looks slower both are timed again."""
     for direction in ("forward", "backward"):
         ratio, best = _ratio({n: rows[n, direction] for n in runners})
-        if ratio is None or ratio <= LIMIT:
-            continue
-        for _ in range(2):
-            for name in (best, "kgopt"):
-                took = _time(getattr(runners[name], direction), settings.device, settings.rep_ms)
-                if took.median_us < rows[name, direction]["time_us"]:
-                    note_time(rows[name, direction], took)
+        if ratio is not None and ratio > LIMIT:
+            runs = [getattr(runners[name], direction) for name in (best, "kgopt")]
+            both = rows[best, direction], rows["kgopt", direction]
+            look_again(both, runs, settings.device, settings.rep_ms)
 
 
 def _ratio(rows: dict[str, Row]) -> tuple[float | None, str]:
@@ -308,10 +298,8 @@ def _add_errors(
         rows[name].update(found)
     bar = errors.get("eager", {}).get("error")
     for row in rows.values():
-        if bar is not None and "error" in row:
-            row["error_ratio"] = row["error"] / bar if bar > 0 else None
-            if not within_tolerance(row["error"], max(bar, kink), x.dtype):
-                row["out_of_tolerance"] = True
+        if bar is not None:
+            note_error_ratio(row, bar, kink, x.dtype)
 
 
 # -------------------------------------------------------------------------------------------------------- report
@@ -341,7 +329,7 @@ def sweep_points(rows: Iterable[Row]) -> list[Point]:
     return points
 
 
-def sweep_summary(rows: list[Row], worst: int = 12) -> str:
+def sweep_summary(rows: list[Row]) -> str:
     """Ratios by direction, layout and dtype, and the worst shapes."""
     points = sweep_points(rows)
     kinds: dict[tuple[str, str, str], list[float]] = {}
@@ -360,7 +348,7 @@ def sweep_summary(rows: list[Row], worst: int = 12) -> str:
         )  # fmt: skip
     header = ["direction", "layout", "dtype", "shapes", "median", "worst", f"over {LIMIT}"]
     parts = [table(header, lines, left=3)]
-    slow = sorted((p for p in points if p.ratio > LIMIT), key=lambda p: -p.ratio)[:worst]
+    slow = sorted((p for p in points if p.ratio > LIMIT), key=lambda p: -p.ratio)[:12]
     if slow:
         cells = []
         for p in slow:

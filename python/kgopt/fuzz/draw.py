@@ -57,9 +57,9 @@ class Draw:
         groups = self.rng.choice([2, 3, 4, 5, 8, 16, 32])
         return groups, draw_size(self.rng, max(1, most // groups))
 
-    def norm_shape(self, least: int = 2, most: int = 5) -> tuple[list[int], int]:
+    def norm_shape(self, least: int = 2) -> tuple[list[int], int]:
         """[N, C, *] and the groups of a norm."""
-        rank = self.rng.choices(range(least, most + 1), [1, 2, 5, 4][least - 2 : most - 1])[0]
+        rank = self.rng.choices(range(least, 6), [1, 2, 5, 4][least - 2 :])[0]
         groups, per_group = self.channels(int(min(1024, max(1, self.budget**0.7))))
         c = groups * per_group
         sizes = self.spatial(rank - 2, self.budget / c)

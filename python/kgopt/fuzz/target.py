@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kgopt.fuzz.draw import Args, Draw, Tensors
 from kgopt.fuzz.kind import Case
 
 __all__ = [
+    "AFFINE",
     "GN",
     "REF",
     "Args",
@@ -19,6 +21,9 @@ __all__ = [
     "home_of",
     "keyword_text",
     "name_of",
+    "of_op",
+    "vjp_text",
+    "with_dy",
 ]
 
 
@@ -67,9 +72,46 @@ def home_of(case: Case) -> str:
 
 REF = "kgopt.reference"
 GN = ("gn_weight", "gn_bias")
+AFFINE = ("weight", "bias")
 
 
-def geometry_text(case: Case, transposed: bool = False) -> str:
+def of_op(
+    name: str,
+    weight: float,
+    draw: Callable[[Draw], tuple[Tensors, Args]],
+    arguments: Callable[[Case], str],
+    theirs: Callable[[Case], str],
+    results: Sequence[str] = (),
+    **more: Any,
+) -> Target:
+    """A target that is called as an op alone; ``results``: the tensors whose gradients it gives, as far as they are."""
+
+    def ours(case: Case) -> str:
+        call = f"torch.ops.kgopt.{name}({arguments(case)})"
+        given = [n in case["tensors"] for n in results]
+        return call if all(given) else f"[g for g, m in zip({call}, {given!r}) if m]"
+
+    return Target(name, weight, draw, ours, theirs, ("op",), **more)
+
+
+def vjp_text(case: Case, call: str, names: Sequence[str], dy: str = "dy") -> str:
+    """The gradients of those of these tensors that the case has."""
+    given = ", ".join(f"{n}={n}" for n in names if n in case["tensors"])
+    return f"vjp(lambda {given}: {call}, dict({given}), {dy})"
+
+
+def with_dy(draw: Callable[[Draw], tuple[Tensors, Args]]) -> Callable[[Draw], tuple[Tensors, Args]]:
+    """The same with a gradient of x's size."""
+
+    def drawn(d: Draw) -> tuple[Tensors, Args]:
+        tensors, args = draw(d)
+        tensors["dy"] = d.tensor(tensors["x"]["shape"])
+        return tensors, args
+
+    return drawn
+
+
+def geometry_text(case: Case) -> str:
     """stride to transposed, as conv_add takes them."""
     args = case["args"]
     zeros = [0] * len(args["stride"])
@@ -81,6 +123,6 @@ def geometry_text(case: Case, transposed: bool = False) -> str:
             args["dilation"],
             args.get("output_padding", zeros),
             args["groups"],
-            args.get("transposed", transposed),
+            args.get("transposed", False),
         )
     )

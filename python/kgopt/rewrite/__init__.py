@@ -16,7 +16,7 @@ verdict  verdicts fingerprint emit clocks           PyTorch's code or ours: the 
          measuring policy channels                  a norm over channels and the input at hand
 run      carry recompute arguments sites norms      what runs in place of a site, of a norm, between norms, in training,
          formats wrapped glue sums modulated        in channels_last; what is left of it for the backward
-         upsampling padding joins training layout
+         padding joins training layout waits
          channel_norms casts graphs maps            CUDA graphs of whole calls
          norm_calls spared
 find     source sequential backend                  front ends: Python source, nn.Sequential, captured graphs

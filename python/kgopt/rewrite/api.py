@@ -1,4 +1,8 @@
-"""kgopt.optimize, kgopt.restore, kgopt.report."""
+"""kgopt.optimize, kgopt.restore, kgopt.report: in which order all that happens.
+
+The front ends say what a module's class becomes, :mod:`~kgopt.rewrite.whole` and :mod:`~kgopt.rewrite.race` what the
+whole model decides, and all of it goes into the report.
+"""
 
 from __future__ import annotations
 
@@ -339,7 +343,7 @@ def _rewrite_parent(
     pads = not excluded and source.pads(parent, cls)
     if not (has_norms or pads or calls or source.converts(parent, cls) or source.upsamples(parent, cls)):
         return
-    recipe, found, refused = source.analyze(parent, cls)
+    recipe, found, refused, only_asked = source.analyze(parent, cls)
     failed = classes.give(parent, cls, (("source", recipe),)) if recipe else ""
     if any(in_method.pads for in_method in found) and not failed:
         known.put(parent, pads=True)
@@ -358,6 +362,10 @@ def _rewrite_parent(
             row = rows.get(id(child_at(parent, path)))
             if row is not None and row.became and "→" not in row.kind and reason:
                 row.reason = reason
+    for name in only_asked:
+        row = rows.get(id(parent._modules[name]))
+        if row is not None and row.became:
+            row.became, row.reason = "", f"{cls.__name__} asks for its parameters, and does not call it"
     for name, reason in refused.items():
         row = rows.get(id(parent._modules[name]))
         if row is not None and row.became and "→" not in row.kind and not row.reason:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kgopt.rewrite import channels
-from kgopt.rewrite.emit import ConvArgs, NormArgs
+from kgopt.rewrite.emit import ConvArgs, NormArgs, padding_in_numbers
 from kgopt.rewrite.known import Known
 from kgopt.rewrite.modules import hides_parameters
 from kgopt.torch_private import FORWARD_AD, LEVEL, stands_for_a_plain_tensor
@@ -116,12 +116,9 @@ def conv_args(conv: Any, x: Tensor) -> ConvArgs | None:
         return None
     if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):
         return None
-    padding = conv.padding
-    if isinstance(padding, str):
-        totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        if any(t % 2 for t in totals):
-            return None
-        padding = [t // 2 for t in totals]
+    padding = padding_in_numbers(conv.padding, conv.kernel_size, conv.dilation)
+    if padding is None:
+        return None
     output_padding = tuple(conv.output_padding) if conv.transposed else None
     # A tuple of a tuple, which they are, is itself.
     return ConvArgs(weight, bias, tuple(conv.stride), tuple(padding), tuple(conv.dilation), conv.groups, output_padding)

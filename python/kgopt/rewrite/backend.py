@@ -36,29 +36,19 @@ from kgopt.rewrite.captured import uses_autocast, value
 from kgopt.rewrite.chain import PRELU, Chain
 from kgopt.rewrite.contest import Contest, convolves
 from kgopt.rewrite.decomposed import DECOMPOSITIONS
-from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt
+from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt, padding_in_numbers
 from kgopt.rewrite.functional_norms import ChannelNorm
+from kgopt.rewrite.glue.calls import CONVS, conv_arguments
 from kgopt.rewrite.graphs import machine
 from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method
 from kgopt.rewrite.patterns import OTHER, Match, Node, match
 from kgopt.rewrite.replayed import Replayed
 from kgopt.rewrite.reporting import Report, SiteRow
-from kgopt.rewrite.writes import may_write, writes_to_inputs
+from kgopt.rewrite.writes import is_written_between, may_write, writes_to_inputs
 from kgopt.torch_private import compile_graph, mode_options
 
 _LOG = logging.getLogger("kgopt.rewrite")
 
-_CONVS: dict[Any, str] = {
-    torch.conv2d: "conv2d",
-    F.conv2d: "conv2d",
-    torch.conv3d: "conv3d",
-    F.conv3d: "conv3d",
-    torch.conv_transpose2d: "conv_transpose2d",
-    F.conv_transpose2d: "conv_transpose2d",
-    torch.conv_transpose3d: "conv_transpose3d",
-    F.conv_transpose3d: "conv_transpose3d",
-}
-_CONVS = {f: name for f, name in _CONVS.items() if originals.is_torchs(f)}
 _NORMS = {f: n for f, n in ((F.group_norm, "group"), (F.instance_norm, "instance")) if originals.is_torchs(f)}
 _PRODUCTS = {f: f is operator.imul for f in (operator.mul, operator.imul, torch.mul) if originals.is_torchs(f)}
 _ADDCMUL = torch.addcmul if originals.is_torchs(torch.addcmul) else None
@@ -155,10 +145,10 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute:
     swapped = mapped_graphs.swap(graph_module, may_write)
     if swapped:
         glue.append(f"convolutions ahead of nearest upsampling: {', '.join(swapped)}")
-    padded = padded_graphs.fold(graph_module, may_write)
+    padded = padded_graphs.fold(graph_module)
     if padded:
         glue.append(f"padding by the convolutions behind it: {', '.join(padded)}")
-    folded = upsampled_graphs.fold(graph_module, may_write, always)
+    folded = upsampled_graphs.fold(graph_module, always)
     if folded:
         glue.append(f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}")
     formats = convolutions.find(graph_module)
@@ -201,10 +191,7 @@ def _join_silu(graph: fx.Graph) -> bool:
             given = value(x)
             if not isinstance(given, Tensor) or not given.is_floating_point():  # which is SiLU's alone
                 continue
-            between = gate.next
-            while between is not node and not may_write(between):
-                between = between.next
-            if between is node:
+            if not is_written_between(gate, node):
                 with graph.inserting_before(node):
                     made = graph.call_function(F.silu, (x,))
                 made.meta = dict(node.meta)
@@ -324,8 +311,8 @@ class _Reader:
             return (made, [x]) if made is not None and made.kind != "add" else (Node("value"), [])
         if node.op == "call_function" and not originals.runs_as_is(node.target):
             return Node("value"), []
-        if node.target in _CONVS:
-            return Node("conv", name=_CONVS[node.target]), [x]
+        if node.target in CONVS:
+            return Node("conv", name=CONVS[node.target]), [x]
         if node.target in _NORMS:
             return Node("norm", name=_NORMS[node.target]), [x]
         if node.target is _PRELU:
@@ -518,11 +505,7 @@ class _Writer:
         return slope  # type: ignore[no-any-return]
 
     def _conv_args(self, x: Tensor) -> ConvArgs:
-        node, transposed = self.first, "transpose" in self.found.chain.conv
-        names = ["weight", "bias", "stride", "padding"]
-        names += ["output_padding", "groups", "dilation"] if transposed else ["dilation", "groups"]
-        defaults = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
-        given = _bind(tuple(names), node, defaults)
+        given = conv_arguments(self.first.target, self.first.args, self.first.kwargs)
         rank = 3 if self.found.chain.conv.endswith("3d") else 2
         weight = value(given["weight"])
         if weight is None or x.dim() != rank + 2:
@@ -535,29 +518,18 @@ class _Writer:
                 raise _NotOursError(f"the {key} of its convolution is no constant")
             return listed * rank if len(listed) == 1 else listed
 
-        if given["padding"] == "valid":
-            given["padding"] = 0
-        elif given["padding"] == "same":
-            totals = [d * (k - 1) for d, k in zip(numbers("dilation"), weight.shape[2:], strict=True)]
-            if any(t % 2 for t in totals):
-                raise _NotOursError("its convolution pads one side more than the other")
-            given["padding"] = [t // 2 for t in totals]
-        args = ConvArgs(
-            given["weight"], given["bias"], numbers("stride"), numbers("padding"), numbers("dilation"), given["groups"]
-        )
-        if transposed:
-            args.output_padding = numbers("output_padding")
-        return args
+        given["padding"] = padding_in_numbers(given["padding"], weight.shape[2:], numbers("dilation"))
+        if given["padding"] is None:
+            raise _NotOursError("its convolution pads one side more than the other")
+        stride, padding, dilation = map(numbers, ("stride", "padding", "dilation"))
+        output_padding = numbers("output_padding") if "output_padding" in given else None
+        return ConvArgs(given["weight"], given["bias"], stride, padding, dilation, given["groups"], output_padding)
 
     def _obstacle(self) -> str:
         """The chain is computed where its last node stands: nothing in between may change what it reads."""
         inside = {*self.others, *(n.origin for n in self.found.nodes)}
-        node = self.first.next
-        while node is not self.last and self.first is not self.last:
-            if node not in inside and may_write(node):
-                return f"{node.name} runs in between and may change what it reads"
-            node = node.next
-        return ""
+        name = is_written_between(self.first, self.last, inside)
+        return f"{name} runs in between and may change what it reads" if name else ""
 
     def _write(self, x: Tensor, conv: ConvArgs | None, norm: NormArgs) -> None:
         chain, before = self.found.chain, value(self.last)
@@ -565,7 +537,7 @@ class _Writer:
         with self.graph.inserting_before(self.last):
             operands = self.found.factor, self.found.shift
             norm.multiplier, norm.addend = self._maps() if chain.maps else map(self._one_a_channel, operands)
-            half = half_precision(self.found, self.last, self.switches_autocast, _CONVS) if autocast else None
+            half = half_precision(self.found, self.last, self.switches_autocast, CONVS) if autocast else None
             call_norm = None if half is None else functools.partial(self._call, emit.without_autocast)
             given = (self.x, x.dim(), conv, norm)
             y = emit_kgopt(chain, self._call, *given, not autocast, call_norm, self._added())

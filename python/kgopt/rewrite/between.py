@@ -7,15 +7,14 @@ comes next, or its checks keep a host busy that is late already. A way is a kind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
-# Of the shortest time by the clock, up to which forms of a model are equally fast, and the GPU's work decides. A step
-# that waits for this host is no reason to give the GPU more to do, as between memory formats.
-NEAR, NEAR_STEP = 1.03, 1.1
+from kgopt.rewrite.timed import EQUAL, NEAR, TimedModel
+
 # Of the GPU's work, above which a call by the clock waits for the host: forms with fewer checks are tried.
 WAITS = 1.1
 # Seconds of the GPU that leaving out one way after the other may take, in any case; measuring work takes so many calls.
@@ -23,31 +22,13 @@ BUDGET, CALLS = 2.0, 5
 _NONE: frozenset[str] = frozenset()
 
 
-class Timed(Protocol):
-    """What is asked of a model: :class:`~kgopt.rewrite.whole.Whole`."""
-
-    root: nn.Module
-    front: Any
-    replays: bool
-
-    @property
-    def timed(self) -> Callable[[], Any]:
-        """What is timed."""
-
-    def seconds(self, question: str, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[float, float]:
-        """By the clock, of two forms."""
-
-    def work(self, question: str) -> float:
-        """Of the GPU, in the form that the model now has."""
-
-
 class _Forms:
     """A model with some of the ways that were faster in it."""
 
-    def __init__(self, whole: Timed, layout: str) -> None:
+    def __init__(self, whole: TimedModel, layout: str) -> None:
         self.whole = whole
         self.layout = layout
-        self.front: Any = whole.front
+        self.front = whole.front
         self.states = [(m, self.front.state_of(m)) for m in self.front.modules_of(whole.root)]
         self.ways = frozenset().union(*(state.ways for _, state in self.states))
         self._made: dict[Set[str], list[tuple[nn.Module, Any]]] = {}
@@ -70,16 +51,7 @@ class _Forms:
 
     def seconds(self, ways: frozenset[str]) -> tuple[float, float]:
         """By the clock: without any, and with these."""
-        timed = self.whole.timed
-
-        def switched(ways: frozenset[str]) -> Callable[[], Any]:
-            def run() -> None:
-                self.take(ways)
-                timed()
-
-            return run
-
-        return self.whole.seconds(self.name(ways), switched(_NONE), switched(ways))
+        return self.whole.switched(self.name(ways), self.take, _NONE, ways)
 
     def settle(self, ways: frozenset[str]) -> int:
         """Gives the modules that have none of these their own forward back. How many are left."""
@@ -99,7 +71,7 @@ class Choice:
     work: float = 0.0
 
 
-def work(whole: Timed, layout: str, some: bool = True) -> float:
+def work(whole: TimedModel, layout: str, some: bool = True) -> float:
     """Of the GPU, with all ways that gain on their own, or with none. All run afterwards."""
     forms = _Forms(whole, layout)
     found = forms.work(forms.ways if some else _NONE)
@@ -107,7 +79,7 @@ def work(whole: Timed, layout: str, some: bool = True) -> float:
     return found
 
 
-def choose(whole: Timed, layout: str) -> Choice:
+def choose(whole: TimedModel, layout: str) -> Choice:
     """Takes the ways that make a model faster.
 
     First the GPU's work: each way in turn is left out, and stays out where it does not gain. (Where that would take
@@ -135,16 +107,14 @@ def choose(whole: Timed, layout: str) -> Choice:
             again, clocks[fewer] = forms.seconds(fewer)
             before = min(before, again)
     clocks[_NONE] = before
-    least = min(clocks.values())
-    slack = 1.0 if whole.replays else NEAR_STEP if whole.root.training else NEAR
-    near = [ways for ways in clocks if clocks[ways] <= least * slack]
+    taken = min(clocks, key=clocks.__getitem__)
+    slack = EQUAL if whole.root.training else NEAR
+    near = [ways for ways in clocks if whole.are_equal(clocks[ways], clocks[taken], slack)]
     by_work = len(near) > 1
     if by_work:
         for ways in near:
             works[ways] = works[ways] if ways in works else forms.work(ways)
         taken = min(near, key=works.__getitem__)
-    else:
-        (taken,) = near
     count = forms.settle(taken)
     tried = taken or min(clocks.keys() - {_NONE}, key=clocks.__getitem__)
     times = f"{clocks[tried] * 1e3:.2f} ms with them, {before * 1e3:.2f} ms without"

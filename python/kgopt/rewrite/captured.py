@@ -1,4 +1,7 @@
-"""What captured graphs say of their tensors, and real ones of that kind to measure on."""
+"""What captured graphs say of their tensors, and real ones of that kind to measure on.
+
+All that rewrites captured graphs asks here. This file knows no norm, no convolution and no op of kgopt.
+"""
 
 from __future__ import annotations
 

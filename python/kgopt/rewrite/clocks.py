@@ -1,4 +1,7 @@
-"""How long two functions take: in turn, by the device's clock, by the host's, or the work on the GPU alone."""
+"""How long two functions take: in turn, by the device's clock, by the host's, or the work on the GPU alone.
+
+Whoever measures calls these, with functions of no arguments. What a time means is the caller's question.
+"""
 
 from __future__ import annotations
 

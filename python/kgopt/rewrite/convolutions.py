@@ -24,14 +24,13 @@ from torch import Tensor, fx
 from kgopt._layout import FORMATS
 from kgopt.rewrite import clocks, contest, measuring, originals, training, verdicts
 from kgopt.rewrite.captured import is_known, may_measure, stand_in, uses_autocast, value
+from kgopt.rewrite.emit import TORCH_CONVS
 from kgopt.rewrite.glue import search
-from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, Call, geometry_of, recognize
+from kgopt.rewrite.glue.calls import CONVS, Call, geometry_of, recognize
 from kgopt.torch_private import outside_of_tracing
 
 MARGIN = 0.9  # of the time in the model's format: what is between convolutions is not measured
 SECONDS = 60.0  # of measurements for a graph, after which it stays as it is
-# F.conv3d is the same function.
-_CONVS: dict[Any, str] = {f: name for name, f in CONV_FUNCTIONS.items() if originals.is_torchs(f)}
 _NAMES = {4: "images", 5: "volumes"}
 
 
@@ -119,7 +118,7 @@ def _input(node: fx.Node) -> fx.Node:
 
 def _dims(node: fx.Node) -> int:
     """Of a convolution with samples."""
-    return 5 if _CONVS[node.target].endswith("3d") else 4
+    return 5 if CONVS[node.target].endswith("3d") else 4
 
 
 def _own(graph: fx.Graph, node: fx.Node, option: str) -> fx.Node:
@@ -183,7 +182,7 @@ def find(graph_module: fx.GraphModule) -> Convolutions:
     if uses_autocast(graph):
         return Convolutions()
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in _CONVS and originals.runs_as_is(node.target):
+        if node.op == "call_function" and node.target in CONVS and originals.runs_as_is(node.target):
             of_all = times[_dims(node)]
             if None not in of_all.values():
                 of_all[node] = _measured(node, torch.is_grad_enabled(), until)
@@ -220,7 +219,7 @@ def _measured(node: fx.Node, grad: bool, until: float) -> _Times | None:
     kinds = [t if grad else t.detach() for t in tensors]
     rest = fx.map_arg(given, lambda n: f"%{node.all_input_nodes.index(n)}")
     is_free = not grad and _is_bias_free(node)
-    key = verdicts.key_of("convolution", tensors[0].device, _CONVS[node.target], rest, kinds, grad, is_free)
+    key = verdicts.key_of("convolution", tensors[0].device, CONVS[node.target], rest, kinds, grad, is_free)
 
     def measure() -> list[Any] | None:
         if time.monotonic() > until:
@@ -298,7 +297,7 @@ class _Convolution:
             return 0.0
 
         def theirs(x: Tensor) -> Tensor:
-            return CONV_FUNCTIONS[name](x, weight, bias, stride, padding, *tail)  # type: ignore[no-any-return]
+            return TORCH_CONVS[name](x, weight, bias, stride, padding, *tail)  # type: ignore[no-any-return]
 
         def ours(x: Tensor) -> Tensor:
             return Call("conv", found[1], x, (weight, bias)).run("auto")

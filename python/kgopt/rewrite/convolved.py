@@ -28,7 +28,7 @@ def give(root: nn.Module) -> None:
             continue
         if isinstance(module, nn.Sequential) and runs_like_sequential(module):
             sequential.rewrite(module, {}, convs=True)
-        elif methods := source.analyze(module, original)[0]:
+        elif methods := source.analyze(module, original).recipe:
             classes.give(module, original, (*recipe, ("source", methods)))
         if classes.recipe_of(module)[1] != recipe:
             known.put(module, joins=True)

@@ -141,7 +141,7 @@ def become(module: Any, cls: type) -> None:
     _set_class(module, cls)
 
 
-def new_class(original: Any, recipe: Any, namespace: dict[str, Any], rebuild: Any, equal: bool = False) -> Any:
+def new_class(original: Any, recipe: Any, namespace: dict[str, Any], rebuild: Any, equal: bool) -> Any:
     """A subclass of ``original`` that passes for it; ``equal``: also in comparisons.
 
     ``rebuild``: two functions that make an instance from ``original``, ``recipe`` and arguments, for pickles.

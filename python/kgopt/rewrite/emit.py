@@ -31,6 +31,14 @@ TORCH_CONVS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def padding_in_numbers(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> Any:
+    """What "same" or "valid" stands for; None where one side is padded more than the other. Numbers are themselves."""
+    if not isinstance(padding, str):
+        return padding
+    totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
+    return None if any(t % 2 for t in totals) else [t // 2 for t in totals]
+
+
 @dataclass
 class ConvArgs:
     """The arguments of a convolution beside x; numbers have one entry a spatial dim."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kgopt._layout import FORMATS
 from kgopt.rewrite import known, originals
+from kgopt.rewrite.waits import Written
 
 
 def keeps(module: nn.Module) -> bool:
@@ -21,14 +22,8 @@ def keeps(module: nn.Module) -> bool:
     return bool(known.get(module, "keeps"))
 
 
-class Keep:
+class Keep(Written):
     """One ``x.contiguous()`` in a method."""
-
-    def __repr__(self) -> str:
-        return "Keep()"
-
-    def __reduce__(self) -> Any:
-        return Keep, ()
 
     def keep(self, owner: Any, x: Any) -> Any:
         """``x.contiguous()``; where the model runs in channels_last and x has its channels innermost, dense so."""

@@ -20,12 +20,13 @@ from torch.nn.parameter import is_lazy
 from kgopt._layout import FORMATS, as_channels_last, is_channels_last, is_dense_channels_last
 from kgopt.rewrite import classes, known
 from kgopt.rewrite.classes import Part
+from kgopt.rewrite.meanings import CONV_MODULES
 from kgopt.rewrite.norms import NORMS
 from kgopt.rewrite.transaction import LOCK, snapshot
 from kgopt.rewrite.watching import is_watched
 from kgopt.torch_private import tree_map, version_of
 
-_CONVS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVS: Any = tuple(CONV_MODULES)
 
 
 @dataclass

@@ -18,27 +18,21 @@ from kgopt.rewrite.arguments import is_plain
 from kgopt.rewrite.glue.calls import INTERPOLATE, interpolate_of
 from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.modules import is_as_is
+from kgopt.rewrite.waits import Unmade
 from kgopt.rewrite.watching import any_global_hooks
 
 _is_interpolate_untouched = originals.untouched(*originals.of_function(INTERPOLATE))
 
 
-class Map:
+class Map(Unmade):
     """A tensor each of whose positions is repeated, by whole factors, to a larger size."""
 
-    __slots__ = ("_compute", "_value", "sizes", "small")
+    __slots__ = ("sizes", "small")
 
     def __init__(self, small: Tensor, sizes: list[int], compute: Callable[[], Any]) -> None:
+        super().__init__(compute)
         self.small = small
         self.sizes = sizes  # behind the channels
-        self._compute = compute  # what stands in the code
-        self._value: Any = None
-
-    def value(self) -> Any:
-        """The tensor."""
-        if self._value is None:
-            self._value = self._compute()
-        return self._value
 
 
 def now(value: Any) -> Any:

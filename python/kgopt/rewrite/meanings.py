@@ -1,4 +1,8 @@
-"""What PyTorch's modules, functions and methods mean in a chain."""
+"""What PyTorch's modules, functions and methods mean in a chain: tables, for all front ends.
+
+They say what PyTorch's own code means. Whether a call at hand still is that code, :mod:`~kgopt.rewrite.originals` and
+:mod:`~kgopt.rewrite.modules` say.
+"""
 
 from __future__ import annotations
 
@@ -6,72 +10,48 @@ import functools
 import math
 import operator
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kgopt._acts import text
+from kgopt._acts import parameters_of, text
 from kgopt.rewrite import originals
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.disguise import original_class
+from kgopt.rewrite.originals import ACTIVATION_CLASSES
 from kgopt.rewrite.patterns import Node
 
 # What a function computes, given its arguments after the first: the text of `act`, None for parameters that the ops do
 # not have, and whether it writes into its input.
 Rule = Callable[..., tuple[str | None, bool]]
+_SLOPED = ("leaky_relu", "elu", "celu")  # by the first parameter, below 0
 
 
-def _fixed(name: str, inplace: bool = False) -> Rule:
-    return lambda: (name, inplace)
-
-
-def _switch(name: str) -> Rule:
-    def act(inplace: bool = False) -> tuple[str | None, bool]:
-        return name, inplace
-
-    return act
-
-
-def _unless_refused(inplace: bool, name: str, factor: float) -> str | None:
+def _text_of(name: str, inplace: bool, *values: Any) -> str | None:
     """PyTorch has no backward of negative slopes in place, and says so."""
-    act = text(name, factor)
-    return None if act is not None and inplace and factor < 0 else act
+    act = text(name, *values)
+    return None if act is not None and inplace and name in _SLOPED and values[0] < 0 else act
 
 
-def _leaky(inplace_default: bool = False) -> Rule:
-    def act(negative_slope: float = 0.01, inplace: bool = inplace_default) -> tuple[str | None, bool]:
-        return _unless_refused(inplace, "leaky_relu", negative_slope), inplace
+def _rule(name: str, inplace: bool = False, takes_inplace: bool = False) -> Rule:
+    """Of a function that takes the activation's parameters; ``inplace``: unless it is told otherwise."""
+    parameters, defaults = parameters_of(name)
+    names = (*parameters, *(["inplace"] if takes_inplace else []))
+    known = dict(zip(reversed(parameters), reversed(defaults), strict=False)) | {"inplace": inplace}
 
-    return act
-
-
-def _alpha(name: str, inplace_default: bool = False) -> Rule:
-    def act(alpha: float = 1.0, inplace: bool = inplace_default) -> tuple[str | None, bool]:
-        return _unless_refused(inplace, name, alpha), inplace
-
-    return act
-
-
-def _hardtanh(inplace_default: bool = False) -> Rule:
-    def act(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = inplace_default) -> tuple[str | None, bool]:
-        return text("hardtanh", min_val, max_val), inplace
-
-    return act
-
-
-def _threshold(inplace_default: bool = False) -> Rule:
-    def act(threshold: float, value: float, inplace: bool = inplace_default) -> tuple[str | None, bool]:
-        return text("threshold", threshold, value), inplace
-
-    return act
-
-
-def _shrink(name: str) -> Rule:
-    def act(lambd: float = 0.5) -> tuple[str | None, bool]:
-        return text(name, lambd), False
+    def act(*args: Any, **kwargs: Any) -> tuple[str | None, bool]:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if len(args) > len(names) or len(given) != len(args) + len(kwargs) or not given.keys() <= set(names):
+            raise TypeError("arguments that it does not have")
+        given = known | given
+        if not given.keys() >= set(parameters):
+            raise TypeError("an argument is missing")
+        writes = given["inplace"]
+        values = [given[parameter] for parameter in parameters]
+        return _text_of(name, writes, *values), writes
 
     return act
 
@@ -80,156 +60,83 @@ def _shrink(name: str) -> Rule:
 CLAMP_STOPS = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 14)
 
 
-def _clamp_text(low: float, high: float) -> str | None:
-    return text("clamp", low, high) if CLAMP_STOPS else None
+def _clamped(low: float | None, high: float | None, inplace: bool) -> tuple[str | None, bool]:
+    if not CLAMP_STOPS or low is high is None:  # no bound is an error
+        return None, inplace
+    return text("clamp", -math.inf if low is None else low, math.inf if high is None else high), inplace
 
 
 def _clamp(inplace: bool = False) -> Rule:
-    def act(min: float | None = None, max: float | None = None) -> tuple[str | None, bool]:
-        if min is None and max is None:
-            return None, inplace  # an error
-        return _clamp_text(-math.inf if min is None else min, math.inf if max is None else max), inplace
-
-    return act
+    return lambda min=None, max=None: _clamped(min, max, inplace)
 
 
 def _clamp_min(inplace: bool = False) -> Rule:
-    return lambda min: (_clamp_text(min, math.inf), inplace)
+    return lambda min: _clamped(min, None, inplace)
 
 
 def _clamp_max(inplace: bool = False) -> Rule:
-    return lambda max: (_clamp_text(-math.inf, max), inplace)
+    return lambda max: _clamped(None, max, inplace)
+
+
+_CLAMPS = {"clamp": _clamp, "clip": _clamp, "clamp_min": _clamp_min, "clamp_max": _clamp_max}
+_OF_TORCH = ("relu", "sigmoid", "tanh", "selu")  # beside those of torch.nn.functional
+_OF_TENSORS = ("relu", "sigmoid", "tanh")
+_PLACES = (("", False), ("_", True))  # what a name ends with, and whether it writes into its input
+_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def _gelu(approximate: str = "none") -> tuple[str | None, bool]:
-    return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate), False
+    return _GELU.get(approximate), False
 
 
-def _softplus(beta: float = 1.0, threshold: float = 20.0) -> tuple[str | None, bool]:
-    return text("softplus", beta, threshold), False
+def _functions() -> Iterator[tuple[Any, Rule]]:
+    """PyTorch's functions for activations, as far as they are there."""
+    for end, inplace in _PLACES:
+        for name in ACTIVATION_CLASSES.keys() - {"gelu", "gelu_tanh", PRELU}:
+            function = getattr(F, f"{name}{end}", None)
+            code = getattr(function, "__code__", None)
+            takes_inplace = code is not None and "inplace" in code.co_varnames[: code.co_argcount]
+            yield function, _rule(name, inplace, takes_inplace)
+        for name in _OF_TORCH:
+            yield getattr(torch, f"{name}{end}"), _rule(name, inplace)
+        for name, rule in _CLAMPS.items():
+            yield getattr(torch, f"{name}{end}"), rule(inplace)
+    yield F.gelu, _gelu
 
 
-ACTIVATION_FUNCTIONS: dict[Any, Rule] = {
-    F.relu: _switch("relu"),
-    F.relu_: _fixed("relu", inplace=True),
-    torch.relu: _fixed("relu"),
-    torch.relu_: _fixed("relu", inplace=True),
-    F.leaky_relu: _leaky(),
-    F.leaky_relu_: _leaky(True),
-    F.silu: _switch("silu"),
-    F.gelu: _gelu,
-    F.sigmoid: _fixed("sigmoid"),
-    torch.sigmoid: _fixed("sigmoid"),
-    torch.sigmoid_: _fixed("sigmoid", inplace=True),
-    F.tanh: _fixed("tanh"),
-    torch.tanh: _fixed("tanh"),
-    torch.tanh_: _fixed("tanh", inplace=True),
-    F.hardswish: _switch("hardswish"),
-    F.hardtanh: _hardtanh(),
-    F.hardtanh_: _hardtanh(True),
-    F.elu: _alpha("elu"),
-    F.elu_: _alpha("elu", True),
-    F.mish: _switch("mish"),
-    F.softplus: _softplus,
-    F.relu6: _switch("relu6"),
-    F.selu: _switch("selu"),
-    F.selu_: _fixed("selu", inplace=True),
-    torch.selu: _fixed("selu"),
-    torch.selu_: _fixed("selu", inplace=True),
-    F.celu: _alpha("celu"),
-    F.celu_: _alpha("celu", True),
-    F.threshold: _threshold(),
-    F.threshold_: _threshold(True),  # type: ignore[attr-defined]
-    F.hardsigmoid: _switch("hardsigmoid"),
-    F.logsigmoid: _fixed("logsigmoid"),
-    F.softsign: _fixed("softsign"),
-    F.tanhshrink: _fixed("tanhshrink"),
-    F.softshrink: _shrink("softshrink"),
-    F.hardshrink: _shrink("hardshrink"),
-    torch.clamp: _clamp(),
-    torch.clamp_: _clamp(True),
-    torch.clamp_min: _clamp_min(),
-    torch.clamp_min_: _clamp_min(True),
-    torch.clamp_max: _clamp_max(),
-    torch.clamp_max_: _clamp_max(True),
-    torch.clip: _clamp(),
-    torch.clip_: _clamp(True),
-}
 # As they are now. What stood in their place by then is not PyTorch's, and means nothing here.
-ACTIVATION_FUNCTIONS = {f: rule for f, rule in ACTIVATION_FUNCTIONS.items() if originals.is_torchs(f)}
+ACTIVATION_FUNCTIONS: dict[Any, Rule] = {
+    f: rule for f, rule in _functions() if f is not None and originals.is_torchs(f)
+}
 _MEAN, _LOGSUMEXP, _FLATTEN, _ADD = (
     f if originals.is_torchs(f) else None for f in (torch.mean, torch.logsumexp, torch.flatten, torch.add)
 )
 
 ACTIVATION_METHODS: dict[str, Rule] = {
-    "relu": _fixed("relu"),
-    "relu_": _fixed("relu", inplace=True),
-    "sigmoid": _fixed("sigmoid"),
-    "sigmoid_": _fixed("sigmoid", inplace=True),
-    "tanh": _fixed("tanh"),
-    "tanh_": _fixed("tanh", inplace=True),
-    "clamp": _clamp(),
-    "clamp_": _clamp(True),
-    "clamp_min": _clamp_min(),
-    "clamp_min_": _clamp_min(True),
-    "clamp_max": _clamp_max(),
-    "clamp_max_": _clamp_max(True),
-    "clip": _clamp(),
-    "clip_": _clamp(True),
+    **{f"{name}{end}": _rule(name, inplace) for name in _OF_TENSORS for end, inplace in _PLACES},
+    **{f"{name}{end}": rule(inplace) for name, rule in _CLAMPS.items() for end, inplace in _PLACES},
 }
+
+
+def _of_module(name: str) -> Callable[[Any], str | None]:
+    """The text of a module's activation, by attributes of its parameters' names. Eager calls come here."""
+    parameters, defaults = parameters_of(name)
+    if not parameters:
+        return lambda m: name
+    first, *others = parameters
+
+    def act(m: Any) -> str | None:
+        values = (getattr(m, first), getattr(m, others[0])) if others else (getattr(m, first),)
+        return name if values == defaults else _text_of(name, m.inplace if name in _SLOPED else False, *values)
+
+    return act
+
 
 _ACTIVATION_MODULES: dict[type, Callable[[Any], str | None]] = {
-    nn.ReLU: lambda m: "relu",
-    nn.LeakyReLU: lambda m: (
-        "leaky_relu" if m.negative_slope == 0.01 else _unless_refused(m.inplace, "leaky_relu", m.negative_slope)
-    ),
-    nn.SiLU: lambda m: "silu",
-    nn.GELU: lambda m: {"none": "gelu", "tanh": "gelu_tanh"}.get(m.approximate),
-    nn.Sigmoid: lambda m: "sigmoid",
-    nn.Tanh: lambda m: "tanh",
-    nn.Hardswish: lambda m: "hardswish",
-    nn.Hardtanh: lambda m: text("hardtanh", m.min_val, m.max_val),
-    nn.ELU: lambda m: _unless_refused(m.inplace, "elu", m.alpha),
-    nn.Mish: lambda m: "mish",
-    nn.Softplus: lambda m: text("softplus", m.beta, m.threshold),
+    **{cls: _of_module(name) for name, cls in ACTIVATION_CLASSES.items() if name != PRELU},
+    nn.GELU: lambda m: _GELU.get(m.approximate),
     nn.ReLU6: lambda m: "relu6" if (m.min_val, m.max_val) == (0, 6) else None,
-    nn.SELU: lambda m: "selu",
-    nn.CELU: lambda m: text("celu", m.alpha),
-    nn.Threshold: lambda m: text("threshold", m.threshold, m.value),
-    nn.Hardsigmoid: lambda m: "hardsigmoid",
-    nn.LogSigmoid: lambda m: "logsigmoid",
-    nn.Softsign: lambda m: "softsign",
-    nn.Tanhshrink: lambda m: "tanhshrink",
-    nn.Softshrink: lambda m: text("softshrink", m.lambd),
-    nn.Hardshrink: lambda m: text("hardshrink", m.lambd),
     nn.PReLU: lambda m: PRELU,
-}
-
-# By the name in what a role says; GELU's two ways are one class's.
-ACTIVATION_CLASSES: dict[str, type] = {
-    "relu": nn.ReLU,
-    "leaky_relu": nn.LeakyReLU,
-    "silu": nn.SiLU,
-    "gelu": nn.GELU,
-    "gelu_tanh": nn.GELU,
-    "sigmoid": nn.Sigmoid,
-    "tanh": nn.Tanh,
-    "hardswish": nn.Hardswish,
-    "hardtanh": nn.Hardtanh,
-    "elu": nn.ELU,
-    "mish": nn.Mish,
-    "softplus": nn.Softplus,
-    "relu6": nn.ReLU6,
-    "selu": nn.SELU,
-    "celu": nn.CELU,
-    "threshold": nn.Threshold,
-    "hardsigmoid": nn.Hardsigmoid,
-    "logsigmoid": nn.LogSigmoid,
-    "softsign": nn.Softsign,
-    "tanhshrink": nn.Tanhshrink,
-    "softshrink": nn.Softshrink,
-    "hardshrink": nn.Hardshrink,
-    PRELU: nn.PReLU,
 }
 
 

@@ -1,4 +1,7 @@
-"""One chain at one input, by PyTorch's functions and by kgopt's ops: how long each takes, and how accurate it is."""
+"""One chain at one input, by PyTorch's functions and by kgopt's ops: how long each takes, and how accurate it is.
+
+:mod:`~kgopt.rewrite.policy` asks for sites, and says which runs. Nothing here knows where in a model the chain stands.
+"""
 
 from __future__ import annotations
 

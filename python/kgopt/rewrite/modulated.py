@@ -34,6 +34,7 @@ from kgopt.rewrite.sums import (
     given_later,
     runs_in_order,
 )
+from kgopt.rewrite.waits import Written
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 
 _SUM = Sum()
@@ -63,19 +64,18 @@ def _followed(kind: str, act: str, role: Any, method: str) -> Site:
     return Site(Chain(kind, post=act), roles, (method,) if method else ())
 
 
-class Modulation:
+class Modulation(Written):
     """Products and sums behind norms in a method; ``act``: the activation of the function or method behind one."""
+
+    waits = Waiting, maps.Map
 
     def __init__(self, function: Any = None, act: str = "", method: str = "") -> None:
         self.function, self.act, self.method = function, act, method
         places = originals.methods((method,) if method else ())
         self.is_untouched = originals.untouched(*places) if function is None else untouched(function, *places)
 
-    def __repr__(self) -> str:
-        return "Modulation()"
-
     def __reduce__(self) -> Any:
-        return Modulation, (self.function, self.act, self.method)
+        return type(self), (self.function, self.act, self.method)
 
     def begin(self, module: Any, x: Any, owner: Any = None, *between: str) -> Any:
         """``module(x)``, or its value for later. ``between``: children of ``owner`` that are called while it waits."""
@@ -108,10 +108,6 @@ class Modulation:
             value = value.value()
         return self.begin(module, value, owner, *between) if isinstance(module, nn.Module) else module(value)
 
-    def now(self, value: Any) -> Any:
-        """The tensor."""
-        return value.value() if type(value) in (Waiting, maps.Map) else value
-
     def enlarge(self, function: Any, args: Any, kwargs: Any, owner: Any = None, *between: str) -> Any:
         """``function(*args, **kwargs)``, an upsampling, or its value for later."""
         if not all_change_nothing(owner, between):
@@ -121,14 +117,6 @@ class Modulation:
     def of_map(self, module: Any, value: Any) -> Any:
         """``module(value)``, or a map of its value for later."""
         return maps.through(module, value)
-
-    def through(self, module: Any, value: Any) -> Any:
-        """``module(value)``; a module that does nothing lets it wait."""
-        if type(value) is Waiting:
-            if does_nothing(module):
-                return value
-            value = value.value()
-        return module(value)
 
     def view(self, value: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         """``value.method(...)``, which moves elements and computes nothing: activations may be computed before."""

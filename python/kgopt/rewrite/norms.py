@@ -1,4 +1,7 @@
-"""Norms on kgopt's kernels: a class for each of PyTorch's, whose forward is a chain of the norm alone."""
+"""Norms on kgopt's kernels: a class for each of PyTorch's, whose forward is a chain of the norm alone.
+
+:mod:`~kgopt.rewrite.api` gives it, whatever the code around the norm is: that, a front end rewrites for itself.
+"""
 
 from __future__ import annotations
 

@@ -160,6 +160,35 @@ def _inside(cls: type, function: str, reads: bool = False) -> tuple[Place, ...]:
     return (*_found(cls, "forward", *METHODS.get(cls, ())), *_found(owner, "F"), *looked_up, *of_parameters)
 
 
+# By the name that ops have; GELU's two ways are one class's. The parameters are attributes of a module's, by the names
+# of kgopt/_acts.py.
+ACTIVATION_CLASSES: dict[str, type] = {
+    "relu": nn.ReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": nn.GELU,
+    "sigmoid": nn.Sigmoid,
+    "tanh": nn.Tanh,
+    "hardswish": nn.Hardswish,
+    "hardtanh": nn.Hardtanh,
+    "elu": nn.ELU,
+    "mish": nn.Mish,
+    "softplus": nn.Softplus,
+    "relu6": nn.ReLU6,
+    "selu": nn.SELU,
+    "celu": nn.CELU,
+    "threshold": nn.Threshold,
+    "hardsigmoid": nn.Hardsigmoid,
+    "logsigmoid": nn.LogSigmoid,
+    "softsign": nn.Softsign,
+    "tanhshrink": nn.Tanhshrink,
+    "softshrink": nn.Softshrink,
+    "hardshrink": nn.Hardshrink,
+    "prelu": nn.PReLU,
+}
+_CALLS = {"relu6": "hardtanh", "gelu_tanh": "gelu"}  # another function than that of its name
+
 # By class: what its forward looks up.
 _INSIDE: dict[type, tuple[Place, ...]] = {
     nn.GroupNorm: _inside(nn.GroupNorm, "group_norm", True),
@@ -167,27 +196,9 @@ _INSIDE: dict[type, tuple[Place, ...]] = {
     **{getattr(nn, f"Conv{n}d"): _inside(getattr(nn, f"Conv{n}d"), f"conv{n}d", True) for n in (2, 3)},
     nn.ConvTranspose2d: _inside(nn.ConvTranspose2d, "conv_transpose2d", True),
     nn.ConvTranspose3d: _inside(nn.ConvTranspose3d, "conv_transpose3d", True),
-    nn.ReLU: _inside(nn.ReLU, "relu"),
-    nn.LeakyReLU: _inside(nn.LeakyReLU, "leaky_relu"),
-    nn.SiLU: _inside(nn.SiLU, "silu"),
-    nn.GELU: _inside(nn.GELU, "gelu"),
+    **{cls: _inside(cls, _CALLS.get(name, name)) for name, cls in ACTIVATION_CLASSES.items()},
     nn.Sigmoid: (*_found(nn.Sigmoid, "forward"), *_found(torch, "sigmoid")),
     nn.Tanh: (*_found(nn.Tanh, "forward"), *_found(torch, "tanh")),
-    nn.Hardswish: _inside(nn.Hardswish, "hardswish"),
-    nn.Hardtanh: _inside(nn.Hardtanh, "hardtanh"),
-    nn.ELU: _inside(nn.ELU, "elu"),
-    nn.Mish: _inside(nn.Mish, "mish"),
-    nn.Softplus: _inside(nn.Softplus, "softplus"),
-    nn.ReLU6: _inside(nn.ReLU6, "hardtanh"),
-    nn.SELU: _inside(nn.SELU, "selu"),
-    nn.CELU: _inside(nn.CELU, "celu"),
-    nn.Threshold: _inside(nn.Threshold, "threshold"),
-    nn.Hardsigmoid: _inside(nn.Hardsigmoid, "hardsigmoid"),
-    nn.LogSigmoid: _inside(nn.LogSigmoid, "logsigmoid"),
-    nn.Softsign: _inside(nn.Softsign, "softsign"),
-    nn.Tanhshrink: _inside(nn.Tanhshrink, "tanhshrink"),
-    nn.Softshrink: _inside(nn.Softshrink, "softshrink"),
-    nn.Hardshrink: _inside(nn.Hardshrink, "hardshrink"),
     nn.PReLU: _inside(nn.PReLU, "prelu", True),
     nn.Identity: _inside(nn.Identity, ""),
     **{getattr(nn, f"Dropout{n}"): _inside(getattr(nn, f"Dropout{n}"), f"dropout{n}") for n in ("", "1d", "2d", "3d")},

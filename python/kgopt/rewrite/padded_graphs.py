@@ -7,7 +7,7 @@ puts both into one kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,51 +15,41 @@ from torch import Tensor, fx
 
 from kgopt.rewrite import originals
 from kgopt.rewrite.captured import is_known, value
-from kgopt.rewrite.glue.calls import PAD, numbers
+from kgopt.rewrite.glue.calls import PAD, PLAIN_CONVS, numbers
 from kgopt.rewrite.padding import without_idle_taps
+from kgopt.rewrite.upsampled_graphs import given_of, is_conv
+from kgopt.rewrite.writes import is_written_between
 from kgopt.torch_private import nn_functions
 
-_CONVS: dict[Any, int] = {f: rank for f, rank in ((torch.conv2d, 2), (torch.conv3d, 3)) if originals.is_torchs(f)}
 _PADS = tuple(f for f in (PAD, getattr(nn_functions, "pad", PAD)) if originals.is_torchs(f))
-_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 
-def fold(graph_module: fx.GraphModule, may_write: Callable[[fx.Node], bool]) -> list[str]:
-    """Folds what can be folded. Names of the convolutions' nodes.
-
-    Args:
-        graph_module: Dynamo's graph, with fake tensors as ``example_value``.
-        may_write: whether a node may change a tensor, or the state under which later ones run.
-    """
+def fold(graph_module: fx.GraphModule) -> list[str]:
+    """Folds what can be folded in a graph of Dynamo's. Names of the convolutions' nodes."""
     graph, done = graph_module.graph, []
     if torch.is_grad_enabled():
         return []
     for node in list(graph.nodes):
-        is_conv = node.op == "call_function" and node.target in _CONVS and originals.runs_as_is(node.target)
-        if is_conv and _fold(graph, node, may_write):
+        if is_conv(node) and _fold(graph, node):
             done.append(node.name)
     return done
 
 
-def _fold(graph: fx.Graph, node: fx.Node, may_write: Callable[[fx.Node], bool]) -> bool:
+def _fold(graph: fx.Graph, node: fx.Node) -> bool:
     """Takes the padding in front of a convolution into it, or a part of it; whether there was something to take."""
-    rank = _CONVS[node.target]
-    given = {**_DEFAULTS, **dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
-    x: Any = given.get("input")
+    rank, given = PLAIN_CONVS[node.target], given_of(node)
+    x: Any = given["input"]
     pads, zeros = [], [(0, 0)] * rank
     while (found := _zeros(x, rank)) is not None:
         pads.append(x)
         x, more = found
         zeros = [(b + c, a + d) for (b, a), (c, d) in zip(zeros, more, strict=True)]
-    weight = value(given.get("weight"))
+    weight = value(given["weight"])
     lists = [numbers(given[name], rank) for name in ("stride", "padding", "dilation")]
     if not pads or not is_known(value(x)) or not is_known(weight) or weight.dim() != rank + 2:
         return False
-    between = pads[-1]
-    while (between := between.next) is not node:
-        if may_write(between):
-            return False
+    if is_written_between(pads[-1], node):
+        return False
     stride, own, dilation = lists
     if stride is None or own is None or dilation is None:
         return False

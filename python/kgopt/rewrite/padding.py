@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from kgopt.rewrite.glue.plans import Normalized, Repeated, may_plan, plan_of
 from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.modules import is_as_is, is_zero_padding
 from kgopt.rewrite.sums import Later, conv_later
+from kgopt.rewrite.waits import Unmade, Written
 from kgopt.rewrite.watching import any_global_hooks
 
 _pads_as_is = originals.untouched(*originals.of_function(PAD))
@@ -43,36 +44,24 @@ _CONV_FORWARDS = {cls._conv_forward: cls for cls in (nn.Conv2d, nn.Conv3d)}
 # A value that waits
 
 
-class Padded:
+class Padded(Unmade):
     """Tensors one after the other along the first spatial dim, with zeros around them, for later."""
 
-    __slots__ = ("after", "before", "call", "made", "parts")
+    __slots__ = ("after", "before", "parts")
 
     def __init__(
-        self, parts: Sequence[Tensor], before: tuple[int, ...], after: tuple[int, ...], call: tuple[Any, Any, Any]
+        self, parts: Sequence[Tensor], before: tuple[int, ...], after: tuple[int, ...], compute: Callable[[], Tensor]
     ) -> None:
+        super().__init__(compute)
         self.parts = parts
         self.before = before  # zeros of each spatial dim, in front
         self.after = after
-        self.call = call  # that stands in the code: a function, its arguments and keywords
-        self.made: Tensor | None = None
-
-    def value(self) -> Tensor:
-        """The tensor: the same one whenever it is asked for."""
-        if self.made is None:
-            function, (x, *args), kwargs = self.call
-            self.made = function(_now(x), *args, **kwargs)
-        return self.made
 
 
-class Pads:
+class Pads(Written):
     """What the paddings of a method do until a convolution reads them, or something else."""
 
-    def __repr__(self) -> str:
-        return "Pads()"
-
-    def __reduce__(self) -> Any:
-        return Pads, ()
+    waits = Padded, Repeated, Normalized
 
     def begin(self, function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         """``function(x, ...)``, a padding or a join, or its value for later; x may be one that waits."""
@@ -87,18 +76,13 @@ class Pads:
         later = None if args or kwargs or type(value) is Padded else _later(conv, value)
         return through(owner, conv, value, *args, **kwargs) if later is None else later
 
-    def now(self, value: Any) -> Any:
-        """The value, for code that is no such convolution."""
-        return _now(value)
-
     def beside(self, value: Any, changed: Any) -> Any:
         """The value in front of code that writes to ``changed``: it waits on, where no tensor can be among that."""
         numbers = changed if type(changed) is list else [changed]
-        return value if all(type(n) is int for n in numbers) else _now(value)
+        return value if all(type(n) is int for n in numbers) else self.now(value)
 
 
-def _now(value: Any) -> Any:
-    return value.value() if isinstance(value, (Padded, Repeated, Normalized)) else value
+_now = Pads().now
 
 
 def _later(conv: Any, value: Any) -> Later | None:
@@ -136,10 +120,10 @@ def postponed(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if found is None:
         return function(_now(x), *args, **kwargs)
     # Lists of the caller's may be changed until it is computed.
-    given = [tuple(a) if type(a) is list else a for a in (x, *args)]
+    x, *rest = [tuple(a) if type(a) is list else a for a in (x, *args)]
     kwargs = {name: tuple(a) if type(a) is list else a for name, a in kwargs.items()}
     parts, before, after = found
-    return Padded(parts, before, after, (function, given, kwargs))
+    return Padded(parts, before, after, lambda: function(_now(x), *rest, **kwargs))
 
 
 _Found = tuple[Sequence[Tensor], tuple[int, ...], tuple[int, ...]]  # parts, zeros in front and behind

@@ -6,17 +6,17 @@ Each may win, and the model lose: where it waits for its launches, every check b
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from kgopt.rewrite import between, casts, clocks, convolved, graphs, known, layout
+from kgopt.rewrite import casts, clocks, convolved, graphs, known, layout
 from kgopt.rewrite.disguise import become, original_class
 from kgopt.rewrite.reporting import Report
-from kgopt.rewrite.timed import trial
+from kgopt.rewrite.timed import NEAR, trial
 from kgopt.rewrite.transaction import LOCK
 from kgopt.rewrite.whole import Whole
 
@@ -61,7 +61,7 @@ def compare(whole: Whole, parts: str = "") -> Times | None:
 def _without_between(whole: Whole, found: Report, times: Times) -> Times:
     """Times of a model whose norms alone are kgopt's, where it lost by little with what stands between them."""
     front, root = whole.front, whole.root
-    if not SLACK * times.before < times.after <= between.NEAR * times.before or not front.modules_of(root):
+    if not SLACK * times.before < times.after <= NEAR * times.before or not front.modules_of(root):
         return times
     front.forget(root)
     convolved.take_back(root)
@@ -132,15 +132,10 @@ def choose_recompute(whole: Whole | None, root: nn.Module, found: Report) -> Non
         casts.set_mode(root, False)
         return
 
-    def switch(on: bool) -> Callable[[], None]:
-        def run() -> None:
-            state.enabled = on
-
-        return run
-
     def measure() -> list[float]:
+        off, on = (functools.partial(setattr, state, "enabled", is_on) for is_on in (False, True))
         with trial(root, True):
-            return list(clocks.clock_both(whole.step, whole.step, whole.device, (switch(False), switch(True))))
+            return list(clocks.clock_both(whole.step, whole.step, whole.device, (off, on)))
 
     (before, after), _ = whole.settle("recompute", measure)
     state.enabled = after <= PRICE * before

@@ -1,4 +1,7 @@
-"""What optimize did, as rows and as a table."""
+"""What optimize did, as rows and as a table.
+
+:mod:`~kgopt.rewrite.api` and :mod:`~kgopt.rewrite.backend` fill it in. A reason is a text of whoever decided.
+"""
 
 from __future__ import annotations
 

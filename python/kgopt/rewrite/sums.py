@@ -30,7 +30,6 @@ from kgopt.rewrite.glue.later import Upsampled
 from kgopt.rewrite.maps import Map, now
 from kgopt.rewrite.meanings import activation_of, conv_of, untouched
 from kgopt.rewrite.modules import (
-    does_nothing,
     gives_later,
     guard_methods,
     is_as_is,
@@ -40,6 +39,7 @@ from kgopt.rewrite.modules import (
 )
 from kgopt.rewrite.roles import kind_of
 from kgopt.rewrite.sites import Site
+from kgopt.rewrite.waits import Written
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 
 
@@ -211,15 +211,12 @@ def _norm_later(norm: Any, x: Any, kind: str) -> Any:
     return LaterNorm(norm, x, site, begun) if begun else norm(x)
 
 
-class Behind:
+class Behind(Written):
     """An activation behind something in a method: the function that it is, and its name for the ops."""
 
     def __init__(self, function: Any = None, act: str = "") -> None:
         self.function, self.act = function, act
         self.is_untouched = originals.untouched() if function is None else untouched(function)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
 
     def __reduce__(self) -> Any:
         return type(self), (self.function, self.act)
@@ -250,6 +247,8 @@ class Activated(Behind):
 class Sum(Behind):
     """One ``a + b``, perhaps ``/ c``, in a method, and the activation behind it."""
 
+    waits = Later
+
     def begin(self, module: Any, x: Any, owner: Any = None, *between: str) -> Any:
         """``module(x)``, or its value for later. ``between``: children of ``owner`` called before :meth:`finish`."""
         if type(x) is Upsampled and conv_of(module) is None:
@@ -272,18 +271,6 @@ class Sum(Behind):
                 return _last_later(inside, x)
         return plans.through(module, x)
 
-    def now(self, value: Any) -> Any:
-        """What :meth:`begin` gave, for code that reads it before :meth:`finish`."""
-        return value.value() if isinstance(value, Later) else value
-
-    def through(self, module: Any, value: Any) -> Any:
-        """``module(value)``; what a module that does nothing gives is for later, too."""
-        if isinstance(value, Later):
-            if does_nothing(module):
-                return value
-            value = value.value()
-        return module(value)
-
     def finish(self, a: Any, b: Any, divisor: Any = None) -> Any:
         """``a + b``, or ``(a + b) / divisor``."""
         if isinstance(a, Later) or isinstance(b, Later):
@@ -291,7 +278,7 @@ class Sum(Behind):
             y = later.plus(other, divisor)
             if y is not None:
                 return y
-            a, b = (t.value() if isinstance(t, Later) else t for t in (a, b))
+            a, b = self.now(a), self.now(b)
         y = a + b
         # x / 1 has the values of x; a sum of two tensors is nobody else's.
         if divisor is None or (_is_one(divisor) and _are_floats(a, b)):

@@ -13,6 +13,11 @@ from kgopt.rewrite import clocks, glue, graphs, known, padding, policy, training
 from kgopt.rewrite.transaction import snapshot
 from kgopt.torch_private import has_backward_hooks, tree_leaves
 
+# Of the shorter time by the clock, up to which two forms of a model are equally fast, and the GPU's work decides: of a
+# call, and where the host is in the way, as in a step or between two layouts. A step that waits for this host is no
+# reason to give the GPU more to do.
+NEAR, EQUAL = 1.03, 1.1
+
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Of example inputs: a tensor, a tuple of arguments, or a dict of keywords."""
@@ -59,6 +64,7 @@ class TimedModel:
 
     def __init__(self, root: nn.Module, example: Any) -> None:
         self.root = root
+        self.front: Any = training if root.training else glue  # whose calls stand between the norms
         self.example = example
         self.seed = torch.initial_seed()
         self.device = torch.device("cpu")
@@ -120,6 +126,34 @@ class TimedModel:
         (before, after), known = self.settle(f"{question} replayed" if self.replays else question, measure)
         self.asked.append(known)
         return before, after
+
+    def switched(self, question: str, switch: Callable[[Any], None], *states: Any) -> tuple[float, float]:
+        """:meth:`seconds` of the model after ``switch`` of each of two states; by default off and on."""
+        timed = self.timed
+
+        def form(state: Any) -> Callable[[], Any]:
+            def run() -> None:
+                switch(state)
+                timed()
+
+            return run
+
+        return self.seconds(question, *map(form, states or (False, True)))
+
+    def work(self, question: str) -> float:
+        """Seconds of the GPU's work in a call of the form that the model now has, launches hidden."""
+
+        def measure() -> list[float]:
+            with trial(self.root, self.root.training):
+                return [clocks.busy(self.timed, self.device)]
+
+        (seconds,), known = self.settle(f"work {question}", measure)
+        self.asked.append(known)
+        return float(seconds)
+
+    def are_equal(self, before: float, after: float, slack: float = EQUAL) -> bool:
+        """Whether two times by the clock say little of two forms, of which the GPU's work may say more."""
+        return not self.replays and max(before, after) <= slack * min(before, after)
 
     def row(self, form: Callable[[], Any]) -> int:
         """How many calls are timed at once. Within a trial."""

@@ -13,51 +13,41 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from kgopt._layout import is_dense_channels_last
 from kgopt.rewrite import originals
 from kgopt.rewrite.captured import is_known, may_measure, stand_in, uses_autocast, value
-from kgopt.rewrite.glue import kernels, search
-from kgopt.rewrite.glue.calls import INTERPOLATE, Call, interpolate_of, upsampled
+from kgopt.rewrite.glue import calls, kernels, search
+from kgopt.rewrite.glue.calls import INTERPOLATE, Call, interpolate_of
+from kgopt.rewrite.writes import is_written_between
 from kgopt.torch_private import outside_of_tracing
 
-CONVS: dict[Any, type[nn.Module]] = {
-    f: kind
-    for f, kind in (
-        *((torch.conv2d, nn.Conv2d), (F.conv2d, nn.Conv2d)),
-        *((torch.conv3d, nn.Conv3d), (F.conv3d, nn.Conv3d)),
-    )
-    if originals.is_torchs(f)
-}
-_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+CONVS = frozenset(calls.CONVS).intersection(calls.PLAIN_CONVS)
 
 
-def fold(graph_module: fx.GraphModule, may_write: Any, always: bool) -> list[str]:
-    """Folds what is faster folded. Names of the convolutions' nodes.
-
-    Args:
-        graph_module: Dynamo's graph, with fake tensors as ``example_value``.
-        may_write: whether a node may change a tensor, or the state under which later ones run.
-        always: without measuring.
-    """
+def fold(graph_module: fx.GraphModule, always: bool) -> list[str]:
+    """Folds what is faster folded in a graph of Dynamo's. Names of the convolutions' nodes. ``always``: unmeasured."""
     graph, done = graph_module.graph, []
     if torch.is_grad_enabled() or uses_autocast(graph):
         return []
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in CONVS and originals.runs_as_is(node.target):
-            found = _pair(node, may_write)
+        if is_conv(node):
+            found = _pair(node)
             if found is not None and (always or _is_faster(found)):
                 _write(graph, node, found)
                 done.append(node.name)
     return done
 
 
-def given_of(node: fx.Node) -> Mapping[str, Any]:
+def is_conv(node: fx.Node) -> bool:
+    """Whether a node is one of PyTorch's convolutions, not a transposed one."""
+    return node.op == "call_function" and node.target in CONVS and originals.runs_as_is(node.target)
+
+
+def given_of(node: fx.Node) -> dict[str, Any]:
     """A convolution's arguments by name."""
-    return {**_DEFAULTS, **dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
+    return calls.conv_arguments(node.target, node.args, node.kwargs)
 
 
 def nearest_of(up: Any) -> tuple[fx.Node, tuple[int, ...]] | None:
@@ -85,14 +75,14 @@ class _Pair:
     call: Call  # both as one call, of stand-ins
 
 
-def _pair(node: fx.Node, may_write: Any) -> _Pair | None:
+def _pair(node: fx.Node) -> _Pair | None:
     given = given_of(node)
-    up: Any = given.get("input")
+    up: Any = given["input"]
     found = nearest_of(up)
     if found is None or len(up.users) != 1:
         return None
     x, factors = found
-    held, weight, bias = value(x), value(given.get("weight")), value(given["bias"])
+    held, weight, bias = value(x), value(given["weight"]), value(given["bias"])
     if not is_known(weight):
         return None
     if given["bias"] is not None and not is_known(bias):
@@ -101,38 +91,14 @@ def _pair(node: fx.Node, may_write: Any) -> _Pair | None:
         return None
     if {t.dtype for t in (held, weight, bias) if t is not None} != {held.dtype}:
         return None
-    between = up
-    while (between := between.next) is not node:
-        if may_write(between):
-            return None
-    try:
-        conv = _module(CONVS[node.target], weight, bias, given)
-        # A plain tensor of the same kind, for code that knows no fake ones; nothing computes with it.
-        call = upsampled(stand_in(held, "meta"), factors, conv)
-    except (TypeError, ValueError):  # arguments that PyTorch itself refuses
+    geometry = tuple(weight.shape[2:]), given["stride"], given["padding"], given["dilation"]
+    padding = calls.foldable_padding(*geometry, held.dim() - 2)
+    if padding is None or type(given["groups"]) is not int or is_written_between(up, node):
         return None
+    # Plain tensors of the same kinds, for code that knows no fake ones; nothing computes with them.
+    more = stand_in(weight, "meta"), None if bias is None else stand_in(bias, "meta")
+    call = calls.upsampled(stand_in(held, "meta"), factors, *more, padding, given["groups"])
     return None if call is None or "folded_aten" not in call.options else _Pair(x, up, given, call)
-
-
-def _module(kind: type[nn.Module], weight: Tensor, bias: Tensor | None, given: Mapping[str, Any]) -> nn.Module:
-    """A convolution module like the call, its parameters stand-ins."""
-    groups = given["groups"]
-    with outside_of_tracing():
-        conv = kind(
-            weight.shape[1] * groups,
-            weight.shape[0],
-            tuple(weight.shape[2:]),
-            stride=given["stride"],
-            padding=given["padding"],
-            dilation=given["dilation"],
-            groups=groups,
-            bias=bias is not None,
-            device="meta",
-        )
-        conv.weight = nn.Parameter(stand_in(weight, "meta"), requires_grad=False)
-        if bias is not None:
-            conv.bias = nn.Parameter(stand_in(bias, "meta"), requires_grad=False)
-    return conv
 
 
 def _is_faster(pair: _Pair) -> bool:

@@ -13,26 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from kgopt import accuracy
-from kgopt.rewrite import (
-    between,
-    clocks,
-    convolved,
-    fingerprint,
-    glue,
-    graphs,
-    known,
-    layout,
-    policy,
-    training,
-    verdicts,
-)
+from kgopt.rewrite import between, convolved, fingerprint, glue, graphs, known, layout, policy, verdicts
 from kgopt.rewrite.disguise import become, original_class
 from kgopt.rewrite.reporting import Report
-from kgopt.rewrite.timed import TimedModel, original_code, site_states, trial
+from kgopt.rewrite.timed import EQUAL, TimedModel, original_code, site_states
 from kgopt.torch_private import tree_leaves
 
-# Of the shorter time by the clock, up to which two layouts are equally fast where the host is in the way.
-EQUAL = 1.1
 _ANOTHER_RESULT = 0.05  # a relative error beyond what rounding in another order makes, in any dtype
 
 
@@ -61,7 +47,6 @@ class Whole(TimedModel):
         super().__init__(root, example)
         self.refuse = refuse
         self.options = options
-        self.front: Any = training if root.training else glue
         self.expected: Any = None  # the original code's outputs
         self.error = 0.0  # of the sites' outputs, in the layout that the model came in
         self.busy: bool | None = None  # are its launches over long before its work? None: nobody asked
@@ -71,7 +56,7 @@ class Whole(TimedModel):
         """Of its sites."""
         return site_states(self.root)
 
-    def decide(self, channels_last: bool | str, measure: bool, found: Report, replays: bool = False) -> None:
+    def decide(self, channels_last: bool | str, measure: bool, found: Report, replays: bool) -> None:
         """Runs the example inputs: sites measure themselves, layouts are compared, and so is the result.
 
         ``replays``: calls may be replayed as CUDA graphs in the end, if that is possible and faster.
@@ -171,20 +156,13 @@ class Whole(TimedModel):
         if not undecided:
             return True
 
-        def switched(on: bool) -> Callable[[], Any]:
-            timed = self.timed
+        def hide(on: bool) -> None:
+            for state in undecided:
+                state.hidden = on
 
-            def run() -> None:
-                for state in undecided:
-                    state.hidden = on
-                timed()
-
-            return run
-
-        before, after = self.seconds(f"hidden {layout}", switched(False), switched(True))
+        before, after = self.switched(f"hidden {layout}", hide)
         hidden = after < before or (self.root.training and self.are_equal(before, after))
-        for state in undecided:
-            state.hidden = hidden
+        hide(hidden)
         return hidden
 
     def choose_between(self, layout: str) -> between.Choice:
@@ -199,19 +177,12 @@ class Whole(TimedModel):
         if not carriers:
             return choice
 
-        def switched(on: bool) -> Callable[[], Any]:
-            timed = self.timed
+        def carry(on: bool) -> None:
+            for carrier in carriers:
+                carrier.on = on
 
-            def run() -> None:
-                for carrier in carriers:
-                    carrier.on = on
-                timed()
-
-            return run
-
-        before, after = self.seconds(f"moments {layout}", switched(False), switched(True))
-        for carrier in carriers:
-            carrier.on = after < before
+        before, after = self.switched(f"moments {layout}", carry)
+        carry(after < before)
         if after >= before:
             return choice
         text = f"; moments carried from {len(carriers)} of them: {after * 1e3:.2f} ms, {before * 1e3:.2f} ms without"
@@ -300,21 +271,6 @@ class Whole(TimedModel):
             self.take(form)
             form.work = self.work(form.layout)
         return form.work
-
-    def are_equal(self, before: float, after: float) -> bool:
-        """Whether two times by the clock say little of two forms, of which the GPU's work may say more."""
-        return not self.replays and max(before, after) <= EQUAL * min(before, after)
-
-    def work(self, layout: str) -> float:
-        """Seconds of the GPU's work in a call of the form that the model now has, launches hidden."""
-
-        def measure() -> list[float]:
-            with trial(self.root, self.root.training):
-                return [clocks.busy(self.timed, self.device)]
-
-        (seconds,), known = self.settle(f"work {layout}", measure)
-        self.asked.append(known)
-        return float(seconds)
 
     def differs(self, result: Any) -> str:
         """Why channels_last cannot be taken: its outputs are others. A view of a feature map is a copy there, and what

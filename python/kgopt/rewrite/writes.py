@@ -1,8 +1,9 @@
-"""What the nodes of a captured graph write to."""
+"""What the nodes of a captured graph write to: asked before one is computed in another place."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -41,6 +42,18 @@ def may_write(node: fx.Node) -> bool:
     if any(word in str(name) for word in _STATE):
         return True
     return str(name).endswith("_") or getattr(node.target, "namespace", "") == "higher_order"
+
+
+def is_written_between(first: fx.Node, last: fx.Node, inside: Collection[fx.Node] = ()) -> str:
+    """The node behind ``first``, and ahead of ``last``, that may change what others read; "" for none.
+
+    ``inside``: nodes that do not count.
+    """
+    node = first
+    while first is not last and (node := node.next) is not last:
+        if node not in inside and may_write(node):
+            return node.name
+    return ""
 
 
 def _is_in_place(node: fx.Node) -> bool:

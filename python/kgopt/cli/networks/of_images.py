@@ -51,7 +51,7 @@ _NARROW: dict[str, dict[str, Any]] = {
 }
 
 
-def _smp(architecture: str, encoder: str, size: int = 512, batch: int = 8, norm: str = "") -> None:
+def _smp(architecture: str, encoder: str, norm: str = "") -> None:
     def make(smp: Any, small: bool) -> nn.Module:
         more: dict[str, Any] = _NARROW[architecture] if small else {}
         if norm == "InstanceNorm":
@@ -66,7 +66,7 @@ def _smp(architecture: str, encoder: str, size: int = 512, batch: int = 8, norm:
     NETWORKS.append(
         Network(
             f"smp {architecture} {encoder} {norm}".rstrip(), "segmentation-models-pytorch",
-            "segmentation_models_pytorch", make, ((batch, 3, size, size),), ((2, 3, 64, 64),), trains="autocast",
+            "segmentation_models_pytorch", make, ((8, 3, 512, 512),), ((2, 3, 64, 64),), trains="autocast",
         )
     )  # fmt: skip
 

@@ -10,8 +10,8 @@ from kgopt.fuzz.tensors import draw_size, spec
 __all__ = ["TARGETS"]
 
 
-def _image(d: Draw, rank: int | None = None) -> list[int]:
-    rank = rank or d.rng.choice([2, 3])
+def _image(d: Draw) -> list[int]:
+    rank = d.rng.choice([2, 3])
     c = draw_size(d.rng, int(max(1, min(256, d.budget**0.5))))
     shape = [max(1, draw_size(d.rng, 5)), c, *d.spatial(rank, d.budget / c)]
     if d.chance(0.01):

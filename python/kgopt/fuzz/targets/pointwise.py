@@ -10,8 +10,8 @@ from kgopt.fuzz.tensors import spec
 __all__ = ["TARGETS"]
 
 
-def any_shape(d: Draw, least: int = 0, most: int = 5) -> list[int]:
-    rank = d.rng.randint(least, most)
+def any_shape(d: Draw, least: int = 0) -> list[int]:
+    rank = d.rng.randint(least, 5)
     shape = d.spatial(rank, d.budget) if rank else []
     if shape and d.chance(0.03):
         shape[d.rng.randrange(rank)] = 0

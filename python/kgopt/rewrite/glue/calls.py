@@ -1,9 +1,13 @@
-"""Calls of PyTorch's functions that kgopt can compute, as :class:`Call`; :func:`recognize` finds out."""
+"""Calls of PyTorch's functions that kgopt can compute, as :class:`Call`; :func:`recognize` finds out.
+
+For calls that run (:mod:`~kgopt.rewrite.glue.search`) and for the nodes of captured graphs. Which way is the faster one
+is not known here.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
@@ -16,6 +20,7 @@ from kgopt import accuracy
 from kgopt import ops as ops
 from kgopt._layout import is_dense_channels_last
 from kgopt.rewrite import originals
+from kgopt.rewrite.emit import TORCH_CONVS, padding_in_numbers
 from kgopt.rewrite.glue import kernels
 from kgopt.rewrite.meanings import conv_of
 
@@ -27,12 +32,11 @@ BATCH_NORM = F.batch_norm
 CATS = (torch.cat, torch.concat, torch.concatenate)
 _POOLS = {F.max_pool2d: 2, F.max_pool3d: 3}
 _CONVS: dict[Any, tuple[str, int, bool]] = {  # the op, dims, transposed
-    torch.conv2d: ("conv2d", 2, False),
-    torch.conv3d: ("conv3d", 3, False),
-    torch.conv_transpose2d: ("conv_transpose2d", 2, True),
-    torch.conv_transpose3d: ("conv_transpose3d", 3, True),
+    function: (op, int(op[-2]), "transpose" in op) for op, function in TORCH_CONVS.items()
 }
-CONV_FUNCTIONS = {op: function for function, (op, _, _) in _CONVS.items()}
+# The op's name by function; of those with a kernel that is not transposed; where they are PyTorch's own.
+CONVS = {function: op for function, (op, *_) in _CONVS.items() if originals.is_torchs(function)}
+PLAIN_CONVS = {function: rank for function, (_, rank, transposed) in _CONVS.items() if not transposed}
 FUNCTIONS = frozenset(
     f for f in (INTERPOLATE, PAD, ATTENTION, BATCH_NORM, *CATS, *_POOLS, *_CONVS) if originals.is_torchs(f)
 )
@@ -209,18 +213,23 @@ _CONV_PARAMETERS = {
 _CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
 
 
-def _bound_to_conv(transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = _CONV_PARAMETERS[transposed]
+def conv_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a call of one of PyTorch's convolutions, by name, with the defaults.
+
+    Raises:
+        TypeError: arguments that it does not have.
+    """
+    names = _CONV_PARAMETERS[_CONVS[func][2]]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if len(given) != len(args) + len(kwargs) or not {"input", "weight"} <= given.keys() <= set(names):
         raise TypeError("arguments that it does not have")
-    return {**_CONV_DEFAULTS, **given}
+    return {name: given.get(name, _CONV_DEFAULTS.get(name)) for name in names}
 
 
 def geometry_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:
     """A convolution's input, weight and bias, and what :attr:`Call.argument` has of the rest; None: it says less."""
     op, rank, transposed = _CONVS[func]
-    given = _bound_to_conv(transposed, args, kwargs)
+    given = {"output_padding": 0, **conv_arguments(func, args, kwargs)}
     lists = [numbers(given[name], rank) for name in ("stride", "padding", "dilation", "output_padding")]
     if None in lists or type(given["groups"]) is not int:
         return None
@@ -267,31 +276,39 @@ def padding_of(conv: Any, rank: int) -> tuple[int, ...] | None:
     """Of a convolution module that can be folded with an upsampling in front of it; None for any other."""
     if conv_of(conv) not in ("conv2d", "conv3d") or conv.padding_mode != "zeros" or type(conv.groups) is not int:
         return None
-    kernel, padding = numbers(conv.kernel_size, rank), conv.padding
-    if kernel is None or {numbers(conv.stride, rank), numbers(conv.dilation, rank)} != {(1,) * rank}:
+    return foldable_padding(tuple(conv.kernel_size), conv.stride, conv.padding, conv.dilation, rank)
+
+
+def foldable_padding(
+    kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any, rank: int
+) -> tuple[int, ...] | None:
+    """The same of a convolution with such arguments."""
+    ones = (1,) * rank
+    if len(kernel) != rank or {numbers(stride, rank), numbers(dilation, rank)} != {ones}:
         return None
-    if padding in ("same", "valid"):
-        if padding == "same" and any(k % 2 == 0 for k in kernel):
-            return None  # one side is padded more than the other
-        padding = tuple(k // 2 if padding == "same" else 0 for k in kernel)
-    padding = numbers(padding, rank)
-    fits = padding is not None and all(0 <= p < k for p, k in zip(padding, kernel, strict=True))
-    return padding if fits else None
+    given = numbers(padding_in_numbers(padding, kernel, ones), rank)
+    return given if given is not None and all(0 <= p < k for p, k in zip(given, kernel, strict=True)) else None
 
 
-def upsampled(x: Tensor, factors: tuple[int, ...], conv: Any) -> Call | None:
-    """Nearest upsampling by ``factors``, and the convolution module behind it, as one transposed convolution.
+def upsampled_by(x: Tensor, factors: tuple[int, ...], conv: Any) -> Call | None:
+    """:func:`upsampled` with the convolution module behind it."""
+    padding = padding_of(conv, x.dim() - 2)
+    if padding is None or tuple(conv.weight.shape[2:]) != tuple(conv.kernel_size):
+        return None
+    return upsampled(x, factors, conv.weight, conv.bias, padding, conv.groups)
+
+
+def upsampled(
+    x: Tensor, factors: tuple[int, ...], weight: Tensor, bias: Tensor | None, padding: tuple[int, ...], groups: int
+) -> Call | None:
+    """Nearest upsampling by ``factors``, and the convolution behind it, as one transposed convolution.
 
     Its weights are sums of the convolution's, and it reads x itself: with a factor of 2, 8 of the 27 products of a
     kernel of 3 x 3 x 3 are left. A convolution with a kernel of 1 is computed first, and its result is upsampled.
     """
-    rank, weight, bias = x.dim() - 2, conv.weight, conv.bias
     if weight.dim() != x.dim():
         return None
-    ones, kernel = (1,) * rank, tuple(weight.shape[2:])
-    padding = padding_of(conv, rank)
-    if padding is None or kernel != tuple(conv.kernel_size):
-        return None
+    ones, kernel = (1,) * len(factors), tuple(weight.shape[2:])
     if not _is_parameter_of(weight, x) or not (bias is None or _is_parameter_of(bias, x)):
         return None
     if any(s * f + 2 * p < k for s, f, p, k in zip(x.shape[2:], factors, padding, kernel, strict=True)):
@@ -301,7 +318,7 @@ def upsampled(x: Tensor, factors: tuple[int, ...], conv: Any) -> Call | None:
     sums = math.prod(k + f - 1 for k, f in zip(kernel, factors, strict=True)) * weight.shape[0] * weight.shape[1]
     if max(factors) > LARGEST_FACTOR or (kernel != ones and sums > x.numel() * math.prod(factors)):
         return None  # the sums would take more memory than what they save
-    return Call("upsampled", (factors, padding, conv.groups, *of_weight), x, (weight, bias), options)
+    return Call("upsampled", (factors, padding, groups, *of_weight), x, (weight, bias), options)
 
 
 def _is_parameter_of(p: Any, x: Tensor) -> bool:

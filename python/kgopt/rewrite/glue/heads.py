@@ -18,6 +18,7 @@ from kgopt.rewrite.glue.plans import Normalized, as_seen, head_plan, may_plan
 from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.modules import does_nothing, first_is_conv, guard_methods, is_as_is, takes_later
 from kgopt.rewrite.sites import Site
+from kgopt.rewrite.waits import Written
 
 _group_norm_conv = torch.ops.kgopt.group_norm_conv.default
 _group_norm_conv_moments = torch.ops.kgopt.group_norm_conv_moments.default
@@ -117,27 +118,7 @@ class FollowedSite(Site):
         return op(x, moments, *both, residual, *rest, divisor, act, **more, backend=backend)
 
 
-class Normalizations:
+class Normalizations(Written):
     """What becomes of the values in a method that :meth:`FollowedSite.run_later` gave."""
 
-    def __repr__(self) -> str:
-        return "Normalizations()"
-
-    def __reduce__(self) -> Any:
-        return Normalizations, ()
-
-    def skip(self, module: Any, value: Any) -> Any:
-        """``module(value)``; a module that does nothing lets it wait."""
-        if type(value) is Normalized:
-            if does_nothing(module):
-                return value
-            value = value.value()
-        return module(value)
-
-    def now(self, value: Any) -> Any:
-        """The value, for code that is no such convolution."""
-        return value.value() if type(value) is Normalized else value
-
-    def beside(self, value: Any, changed: Any) -> Any:
-        """The value in front of code that writes to ``changed``."""
-        return self.now(value)
+    waits = Normalized

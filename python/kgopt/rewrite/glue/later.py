@@ -18,28 +18,22 @@ from torch import Tensor, nn
 from kgopt.rewrite import originals, watching
 from kgopt.rewrite.glue.calls import INTERPOLATE, interpolate_of
 from kgopt.rewrite.modules import has_own_methods, is_upsampler
+from kgopt.rewrite.waits import Unmade
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 
 _interpolates_as_is = originals.untouched(*originals.of_function(INTERPOLATE))
 
 
-class Upsampled:
+class Upsampled(Unmade):
     """What nearest upsampling makes of x, for later."""
 
-    __slots__ = ("compute", "factors", "made", "module", "x")
+    __slots__ = ("factors", "module", "x")
 
     def __init__(self, x: Tensor, factors: tuple[int, ...], compute: Callable[[], Tensor], module: Any = None) -> None:
+        super().__init__(compute)
         self.x = x
         self.factors = factors
-        self.compute = compute  # the call that stands in the code
-        self.module = module  # that it calls; None: F.interpolate
-        self.made: Tensor | None = None
-
-    def value(self) -> Tensor:
-        """The tensor: the same one whenever it is asked for."""
-        if self.made is None:
-            self.made = self.compute()
-        return self.made
+        self.module = module  # that the code calls; None: F.interpolate
 
 
 def _is_plain(x: Any) -> bool:

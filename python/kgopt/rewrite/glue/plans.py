@@ -1,4 +1,7 @@
-"""What convolution modules do in inference: by kind of input, the way that was measured to be the fastest."""
+"""What convolution modules do in inference: by kind of input, the way that was measured to be the fastest.
+
+A module's forward looks its plan up; :mod:`~kgopt.rewrite.sums`, sites and paddings ask for one that takes more along.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ from kgopt import ops as ops
 from kgopt._layout import as_channels_last, format_of, is_dense_channels_last
 from kgopt.rewrite import carry, known, originals, verdicts, watching
 from kgopt.rewrite.chain import PRELU
+from kgopt.rewrite.emit import TORCH_CONVS
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import kernels
-from kgopt.rewrite.glue.calls import CONV_FUNCTIONS, LARGEST_FACTOR, PAD, padding_of, recognize, upsampled
+from kgopt.rewrite.glue.calls import LARGEST_FACTOR, PAD, padding_of, recognize, upsampled_by
 from kgopt.rewrite.glue.later import Upsampled, finding, postponed
 from kgopt.rewrite.meanings import activation_of, conv_of
 from kgopt.rewrite.modules import guard_methods, hides_parameters, is_as_is, is_own_conv, is_upsampler
+from kgopt.rewrite.waits import Unmade, Written
 from kgopt.rewrite.watching import any_global_hooks
 from kgopt.torch_private import below_autograd, border_of, len_torch_function_stack
 
@@ -211,7 +216,7 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
     tail = (output_padding, groups, dilation) if conv.transposed else (dilation, groups)
     call = None
     if kind is not None and mode == "zeros":
-        call = recognize(CONV_FUNCTIONS[kind], (x, conv.weight, conv.bias, stride, padding, *tail), {})
+        call = recognize(TORCH_CONVS[kind], (x, conv.weight, conv.bias, stride, padding, *tail), {})
     if kind is None or call is None:
         return ConvPlan("", module, (), [], None)
     option = state.faster.get(call.key, "")
@@ -236,7 +241,7 @@ def _make_bordered_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: Gl
     kind = conv_of(conv)
     if not plan.option and (border is None or border.ours) and kind is not None:
         dilation, _, groups = rest
-        own = CONV_FUNCTIONS[kind], (stride, 0, dilation, groups)
+        own = TORCH_CONVS[kind], (stride, 0, dilation, groups)
         plan = ConvPlan("torch", module, (), [], own)
     return replace(plan, module=module, border=border)
 
@@ -244,7 +249,7 @@ def _make_bordered_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: Gl
 def _make_upsampled_plan(
     conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState, factors: tuple[int, ...]
 ) -> ConvPlan:
-    call = upsampled(x, factors, conv)
+    call = upsampled_by(x, factors, conv)
     option = "" if call is None else state.faster.get(call.inside(keeps(conv)).key, "")
     if call is None or not option:
         return ConvPlan("", module, (), [], None)
@@ -411,6 +416,20 @@ def through(conv: Any, value: Any) -> Any:
     return conv(value.value())
 
 
+class Wait(Written):
+    """What the upsamplings of a method do until a convolution reads them, or something else."""
+
+    waits = Upsampled
+
+    def begin(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """``function(...)``, an upsampling, or its value for later."""
+        return postponed(function, *args, **kwargs)
+
+    def through(self, conv: Any, value: Any) -> Any:
+        """``conv(value)``."""
+        return through(conv, value)
+
+
 def _emit_upsampled(conv: Any, value: Upsampled) -> Tensor | None:
     """:func:`through` where a compiler looks on, which adds the bias, and what follows, in a kernel of its own."""
     x, factors = value.x, value.factors
@@ -475,24 +494,17 @@ class Normalized:
         return self.site.run(*self.operands)  # type: ignore[no-any-return]
 
 
-class Repeated:
+class Repeated(Unmade):
     """x, a tensor or :class:`Normalized`, with its outermost positions repeated around it, for later: a convolution
     alone reads it.
     """
 
-    __slots__ = ("compute", "made", "pad", "x")
+    __slots__ = ("pad", "x")
 
     def __init__(self, x: Any, pad: tuple[int, ...], compute: Callable[[], Tensor]) -> None:
+        super().__init__(compute)
         self.x = x
         self.pad = pad
-        self.compute = compute  # the call that stands in the code
-        self.made: Tensor | None = None
-
-    def value(self) -> Tensor:
-        """The tensor: the same one whenever it is asked for."""
-        if self.made is None:
-            self.made = self.compute()
-        return self.made
 
     def joins(self, plan: ConvPlan) -> bool:
         """Whether one op pads, and normalizes, for a convolution."""

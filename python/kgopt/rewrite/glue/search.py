@@ -18,7 +18,7 @@ from kgopt.rewrite import classes, clocks, known, originals, verdicts, watching
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import kernels
-from kgopt.rewrite.glue.calls import CATS, FUNCTIONS, INTERPOLATE, Call, recognize, upsampled
+from kgopt.rewrite.glue.calls import CATS, FUNCTIONS, INTERPOLATE, Call, recognize, upsampled_by
 from kgopt.rewrite.glue.kernels import cat_of_views, nearest_of_views
 from kgopt.rewrite.glue.later import Upsampled, finding
 from kgopt.rewrite.glue.plans import GlueState, conv_forward
@@ -90,7 +90,7 @@ class _Find(OwnMode):
         call = (
             None
             if id(conv) not in self.modules or self.unwanted(value.module)
-            else upsampled(value.x, value.factors, conv)
+            else upsampled_by(value.x, value.factors, conv)
         )
         if call is None:
             return y

@@ -31,6 +31,7 @@ padded       padding, and frames in front, that a convolution reads
 formats      ``x.contiguous()`` that may keep channels_last
 norm_calls   norms that are called as functions
 inherited    methods that are called through super()
+reading      the statements of a function that is run on names: what the next two share
 derived      subclasses of PyTorch's norms
 small        users' modules that are an activation, or nothing
 ===========  =====================================================
@@ -38,11 +39,12 @@ small        users' modules that are an activation, or nothing
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -140,15 +142,40 @@ def _inherit(method: Method, cls: type) -> list[Found]:
     return found
 
 
-def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...], list[Found], dict[str, str]]:
-    """The recipe for ``module``'s class (empty: nothing fuses), what methods hold, and children of those left alone."""
+class Analysis(NamedTuple):
+    """What the methods of a module's class hold."""
+
+    recipe: tuple[tuple[str, Roles], ...]  # for its class; empty: nothing fuses
+    found: list[Found]
+    refused: dict[str, str]  # children in methods that are left alone, and why these are
+    only_asked: set[str]  # children of which methods read parameters and numbers alone, as in F.group_norm
+
+
+_ASKED = {"weight", "bias", "eps", "num_groups", "num_channels", "num_features", "affine"}
+_ANY_CHILD = {"children", "named_children", "modules", "named_modules", "_modules", "getattr", "super"}
+
+
+def _called(method: Method, children: set[str]) -> set[str]:
+    """Those of which a method may do more than ask for their parameters."""
+    tree, path = method.tree, method.path
+    asked = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in _ASKED}
+    owners = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and id(n) not in asked]
+    return {own[0] for n in owners if (own := path(n)) is not None and len(own) == 1 and own[0] in children}  # type: ignore[misc]
+
+
+def analyze(module: nn.Module, cls: type) -> Analysis:
+    """Reads the methods of a module's class."""
     recipe: list[tuple[str, Roles]] = []
     found: list[Found] = []
     refused: dict[str, str] = {}
     children = set(module._modules)
+    seen: set[str] = set()
+    called: set[str] = set()
     for name, function in own_methods(cls):
         names = set(inspect.unwrap(function).__code__.co_names)
         mentioned = children & names
+        seen |= mentioned
+        called |= children if names & _ANY_CHILD else set()
         by_name = pads_in(function) or calls_norms_in(function)
         if not mentioned and not by_name and not (children and names & {"getattr", "super"}):
             continue
@@ -157,6 +184,7 @@ def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...]
             continue
         try:
             method = _method(function, functools.partial(role_in_code, module))
+            called |= _called(method, mentioned)
             in_methods = [_rewrite(method), *_inherit(method, cls)]
         except CannotRewriteError as error:
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} {error}"))
@@ -166,7 +194,7 @@ def analyze(module: nn.Module, cls: type) -> tuple[tuple[tuple[str, Roles], ...]
         if method.sites or giving is not None:
             roles = method.used_roles | ({} if giving is None else giving.used_roles)
             recipe.append((name, tuple(sorted(roles.items()))))
-    return tuple(recipe), found, refused
+    return Analysis(tuple(recipe), found, refused, seen - called - refused.keys())
 
 
 def rewritten_methods(cls: type, recipe: dict[str, Roles], stand: Stand) -> dict[str, Any]:

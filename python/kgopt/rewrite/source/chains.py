@@ -1,4 +1,8 @@
-"""Chains in a method: found, proven to be nobody else's business, and written as sites."""
+"""Chains in a method: found, proven to be nobody else's business, and written as sites.
+
+What a chain is says :mod:`~kgopt.rewrite.patterns`, which is given the method's values as nodes. The proofs are about
+names and the order of statements alone.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from kgopt.rewrite.glue.heads import FollowedSite
 from kgopt.rewrite.meanings import describe_method
 from kgopt.rewrite.patterns import OTHER, Match, Node, is_trivial, match, why_alone
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.expressions import assign, call_of, evaluated_first, replace
+from kgopt.rewrite.source.expressions import assign, call_of, evaluated_first, is_listed, of_one_argument, replace
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
 
@@ -159,16 +163,13 @@ class Chains:
             return Node("add", origin=_Origin(e, k, methods=("__add__",))), [e.left, e.right]
         if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Mult):
             return self._gated(e, k)
-        if not isinstance(e, ast.Call) or any(isinstance(a, ast.Starred) for a in e.args):
-            return None
-        if any(word.arg is None for word in e.keywords):
+        if not isinstance(e, ast.Call) or not is_listed(e):
             return None
         path = self.method.path(e.func)
-        role = self.method.role(path) if path else None
-        if role is not None and role[0] not in ("tail", "up", "function"):
-            if len(e.args) != 1 or e.keywords:
+        kind, name, inplace = self.method.what(e.func)
+        if kind not in ("", "tail", "up", "function"):
+            if not of_one_argument(e):
                 return None
-            kind, name, inplace = role
             wanted = name if kind == "act" else kind
             return Node(kind, name=name, inplace=inplace, origin=_Origin(e, k, None, e.func, wanted)), [e.args[0]]
         function = None if path else self.method.function(e.func)
@@ -329,12 +330,7 @@ class Chains:
             return None  # what handles an error may read the value
         statement = body[k + 1]
         call = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
-        if (
-            not isinstance(call, ast.Call)
-            or call.keywords
-            or len(call.args) != 1
-            or self.method.path(call.func) is None
-        ):
+        if not isinstance(call, ast.Call) or not of_one_argument(call) or self.method.path(call.func) is None:
             return None
         argument = call.args[0]
         if not isinstance(argument, ast.Name) or argument.id != target:

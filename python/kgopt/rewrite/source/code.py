@@ -1,4 +1,7 @@
-"""Functions to syntax trees and back: the source that provably runs, and new code in its place."""
+"""Functions to syntax trees and back: the source that provably runs, and new code in its place.
+
+Each file that reads or writes users' code begins here. What is looked for in the code is not known here.
+"""
 
 from __future__ import annotations
 import __future__ as _future
@@ -15,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from kgopt.rewrite.disguise import as_original
+from kgopt.rewrite.source.expressions import placed
 from kgopt.rewrite.source.names import SCOPES
 from kgopt.rewrite.standing import Standing
 
@@ -260,10 +264,7 @@ def _question(tree: ast.FunctionDef, name: str) -> ast.stmt:
         + "_kgopt_seen.__code__ is not _kgopt_code: return None"
     ).body[0]
     question.body[0].value = ast.Call(ast.Name("_kgopt_replaced", ast.Load()), arguments, keywords)
-    for node in ast.walk(question):
-        if "lineno" in node._attributes:
-            ast.copy_location(node, tree.body[0])
-    return question  # type: ignore[no-any-return]
+    return placed(question, tree.body[0])  # type: ignore[no-any-return]
 
 
 def _renamed(code: Any, old: str, new: str) -> Any:

@@ -27,16 +27,16 @@ from torch import Tensor, nn
 from kgopt.rewrite import classes, disguise, originals, watching
 from kgopt.rewrite.chain import Chain, takes_another
 from kgopt.rewrite.classes import Part, Stand
-from kgopt.rewrite.meanings import UNKNOWN, describe_function, is_identity
-from kgopt.rewrite.modules import has_own_methods, is_as_is
+from kgopt.rewrite.meanings import UNKNOWN, describe_function
+from kgopt.rewrite.modules import does_nothing, has_own_methods
 from kgopt.rewrite.norms import LEAVES
 from kgopt.rewrite.places import Places
 from kgopt.rewrite.roles import role_of
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.source.code import CannotRewriteError, parse
 from kgopt.rewrite.source.expressions import constant
+from kgopt.rewrite.source.reading import Reading, UnreadError
 from kgopt.rewrite.standing import Standing
-from kgopt.rewrite.watching import any_global_hooks
 
 _ARGUMENTS = ("num_groups", "weight", "bias", "eps")  # of F.group_norm after x, and attributes of nn.GroupNorm
 _CASTS = ("float", "to", "type", "type_as")
@@ -56,10 +56,6 @@ class Form:
     steps: tuple[Step, ...]
 
 
-class _UnreadError(Exception):
-    """The forward does something else."""
-
-
 def _answer(module: Any, test: tuple[str, bool]) -> Any:
     """What an instance says to a test; None: that is not certain."""
     name, none = test
@@ -71,44 +67,27 @@ def _answer(module: Any, test: tuple[str, bool]) -> Any:
     return value is None if none else value if type(value) is bool else None
 
 
-class _Reading:
-    """A forward, run on the one value that it is given."""
+class _Reading(Reading):
+    """A forward, run on the one value that it is given.
+
+    A local variable is the value after so many steps, the norm counted; -1: its dtype.
+    """
 
     def __init__(self, base: Any, cls: Any, function: types.FunctionType, ask: Any) -> None:
-        self.base, self.cls, self.function, self.ask = base, cls, function, ask
-        self.tree = parse(function)
+        tree = parse(function)
+        arguments = tree.args
+        given = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+        if len(given) != 2 or arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults:
+            raise UnreadError
+        # Of the places: global names, attributes of modules, what super() reaches.
+        super().__init__(function, Places(), {given[1]: 0}, self_name=given[0])
+        self.base, self.cls, self.ask = base, cls, ask
         self.tests: dict[tuple[str, bool], bool] = {}
         self.steps: list[tuple[str, Any]] = []  # a child's name, or "" and the function with its activation's name
         self.is_normed = self.casts = self.calls_base = False
-        self.places = Places()  # global names, attributes of modules, what super() reaches
-        arguments = self.tree.args
-        given = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
-        if len(given) != 2 or arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults:
-            raise _UnreadError
-        self.self_name, argument = given
-        self.locals = set(function.__code__.co_varnames)
-        # A local means the value after so many steps, the norm counted; -1: its dtype.
-        self.values: dict[str, int] = {argument: 0}
         self.done = 0
-        if function.__code__.co_cellvars or self.run(self.tree.body) != self.done or not self.is_normed:
-            raise _UnreadError
-
-    def run(self, body: list[ast.stmt]) -> int | None:
-        for statement in body:
-            if isinstance(statement, ast.Return) and statement.value is not None:
-                return self.value(statement.value)
-            if isinstance(statement, ast.If):
-                found = self.run(statement.body if self.test(statement.test) else statement.orelse)
-                if found is not None:
-                    return found
-            elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
-                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-                if len(targets) != 1 or not isinstance(targets[0], ast.Name) or targets[0].id == self.self_name:
-                    raise _UnreadError
-                self.values[targets[0].id] = self.value(statement.value)
-            elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
-                raise _UnreadError
-        return None
+        if function.__code__.co_cellvars or self.run(tree.body) != (True, self.done) or not self.is_normed:
+            raise UnreadError
 
     def own(self, e: ast.expr) -> str:
         """The name of ``self.name``; "" for anything else."""
@@ -122,13 +101,13 @@ class _Reading:
         if none:
             assert isinstance(e, ast.Compare)
             if constant(e.comparators[0]) is not None:
-                raise _UnreadError
+                raise UnreadError
             name, turned = self.own(e.left), isinstance(e.ops[0], ast.IsNot)
         else:
             name, turned = self.own(e), False
         answer = self.ask((name, none)) if name else None
         if answer is None:
-            raise _UnreadError
+            raise UnreadError
         self.tests[name, none] = answer
         return answer is not turned
 
@@ -141,7 +120,7 @@ class _Reading:
         if isinstance(e, ast.Attribute) and e.attr == "dtype" and self.value(e.value) >= 0:
             return -1
         if not isinstance(e, ast.Call) or any(isinstance(a, ast.Starred) for a in e.args):
-            raise _UnreadError
+            raise UnreadError
         called = e.func
         if isinstance(called, ast.Attribute) and called.attr in _CASTS and not e.keywords:
             return self.cast(called, e.args)
@@ -150,7 +129,7 @@ class _Reading:
             return self.norm(e.args, [], len(e.args) == 1 and not e.keywords)
         if name := self.own(called):
             if len(e.args) != 1 or e.keywords or not self.is_normed_after(e.args[0]):
-                raise _UnreadError
+                raise UnreadError
             return self.step(name, None)
         function = self.resolved(called)
         if function is F.group_norm and issubclass(self.base, nn.GroupNorm):
@@ -159,7 +138,7 @@ class _Reading:
         words = {str(w.arg): constant(w.value) for w in e.keywords}
         node = None if UNKNOWN in rest else describe_function(function, rest, words)
         if node is None or node.kind != "act" or not e.args or not self.is_normed_after(e.args[0]):
-            raise _UnreadError
+            raise UnreadError
         return self.step("", (function, node.name))
 
     def is_normed_after(self, e: ast.expr) -> bool:
@@ -177,7 +156,7 @@ class _Reading:
             if called.attr != "type_as" and self.resolved(argument) is torch.float32:
                 continue
             if (self.value(argument) >= 0) is not (called.attr == "type_as"):
-                raise _UnreadError
+                raise UnreadError
         return self.value(called.value)
 
     def is_super(self, e: ast.expr) -> bool:
@@ -199,28 +178,18 @@ class _Reading:
     def norm(self, args: list[ast.expr], keywords: list[ast.keyword], certain: bool) -> int:
         given = dict(zip(_ARGUMENTS, args[1:], strict=False)) | {str(w.arg): w.value for w in keywords}
         if not certain or not args or self.is_normed or self.value(args[0]) != 0:
-            raise _UnreadError
+            raise UnreadError
         if not self.calls_base and set(given) != set(_ARGUMENTS):
-            raise _UnreadError
+            raise UnreadError
         for name, value in given.items():
             is_cast = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and not value.args
             if is_cast and value.func.attr == "float" and not value.keywords:  # type: ignore[attr-defined]
                 self.casts, value = True, value.func.value  # type: ignore[attr-defined]
             if self.own(value) != name:
-                raise _UnreadError
+                raise UnreadError
         self.is_normed = True
         self.done = 1
         return 1
-
-    def resolved(self, e: ast.expr) -> Any:
-        """What a global name such as ``F.group_norm`` stands for."""
-        if isinstance(e, ast.Name) and e.id not in self.locals and e.id in self.function.__globals__:
-            return self.places.read(self.function.__globals__, e.id)
-        if isinstance(e, ast.Attribute):
-            owner = self.resolved(e.value)
-            if isinstance(owner, types.ModuleType) and getattr(owner, e.attr, None) is not None:
-                return self.places.read(owner, e.attr)
-        return None
 
 
 def _base(cls: type) -> Any:
@@ -234,7 +203,7 @@ def _read(cls: Any, ask: Any) -> _Reading | None:
     if forward is _base(cls).forward:
         return None
     if not isinstance(forward, types.FunctionType) or inspect.unwrap(forward) is not forward:
-        raise _UnreadError
+        raise UnreadError
     return _Reading(_base(cls), cls, forward, ask)
 
 
@@ -297,7 +266,7 @@ class Derived:
 
     def holds_alone(self, norm: Any, x: Any) -> bool:
         """The same, of one whose children do nothing."""
-        return self.is_leaf and self.holds(norm, x) and all(map(_does_nothing, self.children(norm)))
+        return self.is_leaf and self.holds(norm, x) and all(map(does_nothing, self.children(norm)))
 
     def children(self, norm: Any) -> list[Any]:
         """What is called after the norm."""
@@ -325,10 +294,6 @@ class Derived:
         return x
 
 
-def _does_nothing(module: Any) -> bool:
-    return is_identity(module) and is_as_is(module) and not any_global_hooks()
-
-
 def recipe_of(norm: nn.Module) -> tuple[tuple[Any, ...], str]:
     """The recipe of a class for an instance of a subclass of PyTorch's norms; or why there is none."""
     cls = type(norm)
@@ -341,7 +306,7 @@ def recipe_of(norm: nn.Module) -> tuple[tuple[Any, ...], str]:
         return (), "track_running_stats=True: eval normalizes with running statistics, which is no GroupNorm"
     try:
         reading = _read(cls, lambda test: _answer(norm, test))
-    except (_UnreadError, CannotRewriteError):
+    except (UnreadError, CannotRewriteError):
         return (), more
     if reading is None:
         return (("derived", Form((), ())),), originals.why_replaced(_base(cls))
@@ -369,7 +334,7 @@ def _methods(original: Any, listed: tuple[Any, ...], stand: Stand) -> dict[str, 
     answers = {(name, none): answer for name, none, answer in form.tests}
     try:
         reading = _read(original, answers.get)
-    except (_UnreadError, CannotRewriteError):
+    except (UnreadError, CannotRewriteError):
         return {}
     now = [(name, "" if what is None else what[1]) for name, what in reading.steps] if reading else []
     if [(name, "" if name else role) for name, role in form.steps] != now:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
 from kgopt.rewrite.meanings import UNKNOWN
 from kgopt.rewrite.roles import Path
 from kgopt.rewrite.source.names import SCOPES
+
+Node = TypeVar("Node", bound=ast.AST)
 
 
 def path_of(expression: ast.expr, root: str, owner: str) -> Path | None:
@@ -69,14 +71,39 @@ def text_of(path: Path) -> str:
     return "".join(f".{p}" if isinstance(p, str) else f"[{p}]" for p in path)
 
 
+def placed(tree: Node, place: ast.AST) -> Node:
+    """A tree, on the lines of ``place``."""
+    for node in ast.walk(tree):
+        if "lineno" in node._attributes:
+            ast.copy_location(node, place)
+    return tree
+
+
 def call_of(site: str, method: str, arguments: list[ast.expr], place: ast.AST) -> ast.Call:
     """``site.method(*arguments)``, on the lines of ``place``."""
     function = ast.Attribute(ast.Name(site, ast.Load()), method, ast.Load())
-    call = ast.Call(function, copy.deepcopy(arguments), [])
-    for node in ast.walk(call):
-        if "lineno" in node._attributes:
-            ast.copy_location(node, place)
-    return call
+    return placed(ast.Call(function, copy.deepcopy(arguments), []), place)
+
+
+def of_one_argument(e: Any) -> bool:
+    """Whether it is a call such as ``self.conv(h)``."""
+    return isinstance(e, ast.Call) and len(e.args) == 1 and not e.keywords and not isinstance(e.args[0], ast.Starred)
+
+
+def is_listed(call: ast.Call) -> bool:
+    """Whether a call's arguments all stand in it, one by one."""
+    return not any(isinstance(a, ast.Starred) for a in call.args) and all(word.arg for word in call.keywords)
+
+
+def as_function(call: ast.Call, method: str = "") -> ast.Lambda:
+    """What a call makes of its first argument, as a function; ``method``: of what it is called of."""
+    made, value = copy.deepcopy(call), ast.Name("_kgopt_value", ast.Load())
+    if method:
+        made.func = ast.Attribute(value, method, ast.Load())
+    else:
+        made.args[0] = value
+    arguments = ast.arguments([], [ast.arg("_kgopt_value")], None, [], [], None, [])
+    return placed(ast.Lambda(arguments, made), call)
 
 
 def assign(name: str, value: ast.expr, place: ast.stmt) -> ast.stmt:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kgopt.rewrite.glue.heads import FollowedSite, Normalizations
-from kgopt.rewrite.source.expressions import call_of
+from kgopt.rewrite.source.expressions import call_of, of_one_argument
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.waiting import Paths, Waiting
 
@@ -32,15 +32,15 @@ class Heads(Waiting):
         run = _run_of(self._inside(e))
         if run is None or not isinstance(self.method.sites.get(run.func.value.id), FollowedSite):
             return False
-        return run.func.attr == "run" or (run.func.attr == "run_before" and self._kind(run.args[0]) == "same")
+        return run.func.attr == "run" or (run.func.attr == "run_before" and self.method.what(run.args[0])[0] == "same")
 
     def convolves(self, e: Any) -> bool:
         """``self.conv(h)``, ``self.conv(self.dropout(h))``; also of a module that pads and convolves."""
-        return _has_one_argument(e) and self._kind(e.func) in ("conv", "tail")
+        return of_one_argument(e) and self.method.what(e.func)[0] in ("conv", "tail")
 
     def skips(self, e: Any) -> bool:
         """``self.dropout(h)``."""
-        return _has_one_argument(e) and self._kind(e.func) == "same"
+        return of_one_argument(e) and self.method.what(e.func)[0] == "same"
 
     def value_of(self, call: ast.Call) -> ast.expr:
         """Without the calls around it that may do nothing."""
@@ -99,15 +99,6 @@ class Heads(Waiting):
         """What is in them."""
         around = self._around(e)
         return around[-1].args[0] if around else e
-
-    def _kind(self, e: ast.expr) -> str:
-        path = self.method.path(e)
-        role = self.method.role(path) if path else None
-        return "" if role is None else role[0]
-
-
-def _has_one_argument(e: Any) -> bool:
-    return isinstance(e, ast.Call) and len(e.args) == 1 and not e.keywords and not isinstance(e.args[0], ast.Starred)
 
 
 def _run_of(e: Any) -> Any:

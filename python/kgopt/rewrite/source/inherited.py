@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from kgopt.rewrite.source.code import undecorated
+from kgopt.rewrite.source.expressions import placed
 from kgopt.rewrite.source.method import Inherited, Method
 
 
@@ -39,7 +40,4 @@ def inherit(method: Method, call: ast.Call, seen: types.FunctionType, ours: type
     name = f"_kgopt_base_{len(method.sites)}"
     method.sites[name] = Inherited(seen, ours)
     of = ast.Attribute(ast.Name(name, ast.Load()), "of", ast.Load())
-    call.func = ast.Call(of, [call.func], [])
-    for node in ast.walk(call.func):
-        if "lineno" in getattr(node, "_attributes", ()):
-            ast.copy_location(node, call)
+    call.func = placed(ast.Call(of, [call.func], []), call)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch.nn.functional as F
 
-from kgopt.rewrite.source.expressions import call_of
+from kgopt.rewrite.source.expressions import call_of, is_listed, of_one_argument
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.quiet import is_quiet
 
@@ -46,7 +46,7 @@ class Maps:
         call = s.value if isinstance(s, ast.Assign) else None
         if name is None or not isinstance(call, ast.Call) or self.method.function(call.func) is not F.interpolate:
             return None
-        if any(isinstance(a, ast.Starred) for a in call.args) or any(w.arg is None for w in call.keywords):
+        if not is_listed(call):
             return None
         assert isinstance(s, ast.Assign)
         found = _Upsampling(s, {name})
@@ -80,7 +80,7 @@ class Maps:
 
     def _child_of(self, e: ast.AST, names: set[str]) -> bool:
         """``self.child(name)``."""
-        if not isinstance(e, ast.Call) or len(e.args) != 1 or e.keywords or not self.method.path(e.func):
+        if not isinstance(e, ast.Call) or not of_one_argument(e) or not self.method.path(e.func):
             return False
         return isinstance(e.args[0], ast.Name) and e.args[0].id in names
 

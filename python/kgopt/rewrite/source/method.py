@@ -1,4 +1,7 @@
-"""One method of a user's class."""
+"""One method of a user's class: its tree, its local names, and what the children that it names do in a chain.
+
+Whatever looks for something in code is given one, and changes its tree. Nothing here knows which class the code is for.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,15 @@ from typing import Any
 
 import torch
 
-from kgopt.rewrite.formats import Keep
-from kgopt.rewrite.glue.heads import FollowedSite, Normalizations
+from kgopt.rewrite.glue.heads import FollowedSite
 from kgopt.rewrite.meanings import describe_function
-from kgopt.rewrite.modulated import Modulation
 from kgopt.rewrite.norm_calls import NormCall
-from kgopt.rewrite.padding import Pads
 from kgopt.rewrite.patterns import Node
 from kgopt.rewrite.roles import Path, Role
 from kgopt.rewrite.source.code import CannotRewriteError
 from kgopt.rewrite.source.expressions import constant, path_of, text_of
 from kgopt.rewrite.source.names import writes
-from kgopt.rewrite.sums import Activated, Sum
-from kgopt.rewrite.upsampling import Wait
+from kgopt.rewrite.waits import Written
 
 
 class Inherited:
@@ -40,9 +39,7 @@ class Inherited:
         return types.MethodType(self.ours, found.__self__) if is_seen else found
 
 
-Replacement = (
-    Inherited | FollowedSite | Normalizations | Sum | Activated | Modulation | Keep | Wait | Pads | NormCall
-)  # what a rewritten method calls
+Replacement = Inherited | FollowedSite | Written | NormCall  # what a rewritten method calls
 _LOOKS_AT_LOCALS = {"locals", "vars", "dir", "eval", "exec", "globals", "breakpoint"}
 
 
@@ -119,6 +116,11 @@ class Method:
         if role is not None:
             self.used_roles[text_of(path)] = role
         return role
+
+    def what(self, e: ast.expr) -> Role:
+        """The role of what an expression such as ``self.conv`` means; of any other, names that are empty."""
+        path = self.path(e)
+        return (self.role(path) if path else None) or ("", "", False)
 
     def function(self, e: ast.expr) -> Any:
         """What a global name such as ``F.silu`` or ``torch.nn.functional.relu`` stands for."""

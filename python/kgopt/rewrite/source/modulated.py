@@ -35,7 +35,7 @@ from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.meanings import describe_method
 from kgopt.rewrite.modulated import VIEWS, Modulation
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.expressions import assign, call_of, evaluated_first
+from kgopt.rewrite.source.expressions import as_function, assign, call_of, evaluated_first, of_one_argument
 from kgopt.rewrite.source.maps import Maps
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
@@ -138,11 +138,9 @@ class Modulations:
         """A call with one argument of a norm, of a Sequential that ends in one, or of what the running code names."""
         if not e.args or e.keywords or any(isinstance(a, ast.Starred) for a in e.args):
             return False
-        path = self.method.path(e.func)
-        if path is not None:
-            role = self.method.role(path)
-            is_norm = role is not None and role[0] == "norm" and len(e.args) == 1
-            return is_norm or (role is not None and role[:2] == ("tail", "norm"))
+        if self.method.path(e.func) is not None:
+            kind, name, _ = self.method.what(e.func)
+            return (kind == "norm" and len(e.args) == 1) or (kind, name) == ("tail", "norm")
         return self.is_open(e.func)
 
     def is_open(self, e: ast.expr) -> bool:
@@ -392,11 +390,10 @@ class _Paths:
             self.is_acted = self.is_acted or inner is not None
             return None if inner is None else self.of.call("step", [e.func, inner], e)
         if path is not None and len(e.args) == 1:
-            role = self.method.role(path)
             inner = self._waiting(e.args[0])
-            if role is None or role[0] != "same" or inner is None:
+            if self.method.what(e.func)[0] != "same" or inner is None:
                 return None
-            return self.of.call("through", [e.func, inner], e)
+            return self.of.call("skip", [e.func, inner], e)
         if len(e.args) == 3 and path is None and self.method.function(e.func) is torch.addcmul:
             parts = [self._waiting(a) for a in e.args]
             others = [a for a, part in zip(e.args, parts, strict=True) if part is None]
@@ -444,14 +441,12 @@ class _Paths:
             return (node.name, None, e.func.attr) if node is not None and node.kind == "act" else None
         if not e.args or e.args[0] is not inside:
             return None
-        path = self.method.path(e.func)
-        if path is not None:  # what it is shows when the code runs
-            role = self.method.role(path)
-            is_alone = len(e.args) == 1 and not e.keywords
-            if not is_alone or (role is not None and role[0] not in ("act", "tail", "function")):
+        if self.method.path(e.func) is not None:  # what it is shows when the code runs
+            kind, name, _ = self.method.what(e.func)
+            if not of_one_argument(e) or kind not in ("", "act", "tail", "function"):
                 return None
-            self.is_acted = self.is_acted or (role is not None and role[0] != "tail")
-            return (role[1] if role is not None and role[0] == "act" else "", None, "")
+            self.is_acted = self.is_acted or kind in ("act", "function")
+            return (name if kind == "act" else "", None, "")
         function = self.method.function(e.func)
         node = None if function is None else self.method.described(function, e)
         return (node.name, function, "") if node is not None and node.kind == "act" else None
@@ -465,18 +460,7 @@ class _Paths:
             return self.of.call("then", [e.func, value], e)
         site = f"{self.of.name}_{len(self.of.written)}_{len(self.edits)}"
         self.method.sites[site] = Modulation(function, name, method)
-        given = ast.Name("_kgopt_value", ast.Load())
-        made = copy.copy(e)
-        if method:
-            made.func = ast.copy_location(ast.Attribute(given, method, ast.Load()), e)
-        else:
-            made.args = [given, *e.args[1:]]
-        arguments = ast.arguments([], [ast.arg("_kgopt_value")], None, [], [], None, [])
-        act_of = ast.Lambda(arguments, copy.deepcopy(made))
-        for node in ast.walk(act_of):
-            if "lineno" in getattr(node, "_attributes", ()):
-                ast.copy_location(node, e)
-        return self.of.call("then", [act_of, value, *([] if method else [e.func])], e, site)
+        return self.of.call("then", [as_function(e, method), value, *([] if method else [e.func])], e, site)
 
     def commit(self, call: ast.Call) -> None:
         """Writes what was found."""
@@ -502,10 +486,9 @@ class _Paths:
         for block, name, last in self.ends:
             if name in of.live.after.get(id(last), {name}):
                 self._now(block, [s is last for s in block].index(True) + 1, name, last)
-        path = self.method.path(call.func)
-        role = self.method.role(path) if path is not None else None
-        if path is not None and role is not None and role[0] == "norm":
-            of._chains.append((path, Chain(role[1], scaled=self.is_scaled, shifted=self.is_shifted, post=self.act)))
+        path, (kind, name, _) = self.method.path(call.func), self.method.what(call.func)
+        if path is not None and kind == "norm":
+            of._chains.append((path, Chain(name, scaled=self.is_scaled, shifted=self.is_shifted, post=self.act)))
 
     def _now(self, block: list[ast.stmt], at: int, name: str, place: ast.stmt) -> None:
         load = ast.copy_location(ast.Name(name, ast.Load()), place)
@@ -543,7 +526,7 @@ def _is_begin(node: ast.AST, name: str) -> bool:
 # Methods of a site that take what waits as an argument.
 _TAKE = {
     *("times", "plus", "times_in_place", "plus_in_place", "addcmul"),
-    *("now", "then", "through", "step", "view", "view_by"),
+    *("now", "then", "skip", "step", "view", "view_by"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Names in code: what is read, what is written, what lives on."""
+"""Names in code: what is read, what is written, what lives on. It knows Python alone, neither torch nor kgopt."""
 
 from __future__ import annotations
 

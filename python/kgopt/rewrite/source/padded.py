@@ -15,7 +15,7 @@ from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.modules import is_zero_padding
 from kgopt.rewrite.padding import Pads
 from kgopt.rewrite.source.code import own_methods
-from kgopt.rewrite.source.expressions import constant, is_plain
+from kgopt.rewrite.source.expressions import constant, is_plain, of_one_argument
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.waiting import Block, Paths, Waiting
 
@@ -91,10 +91,8 @@ class Paddings(Waiting):
         """``F.pad(x, ...)``, ``self.pad(x)``, ``torch.cat([cache, x], dim=2)``."""
         if not isinstance(e, ast.Call) or not e.args or isinstance(e.args[0], ast.Starred):
             return False
-        path = self.method.path(e.func)
-        if path:
-            role = self.method.role(path)
-            return role is not None and role[0] == "pad" and len(e.args) == 1 and not e.keywords
+        if self.method.path(e.func):
+            return self.method.what(e.func)[0] == "pad" and of_one_argument(e)
         if not self._rest_is_still(e):
             return False
         function = self.method.function(e.func)
@@ -113,10 +111,9 @@ class Paddings(Waiting):
             of_self = e.func.attr == "_conv_forward" and self.method.path(e.func.value) == ()
             if of_self or self._is_super(e.func.value):
                 return True
-        path = self.method.path(e.func)
-        if path:
-            role = self.method.role(path)
-            return role is not None and role[0] == "conv" and role[1] in _CONVS
+        if self.method.path(e.func):
+            kind, name, _ = self.method.what(e.func)
+            return kind == "conv" and name in _CONVS
         function = self.method.function(e.func)
         return any(function is f for f in _FUNCTIONS)
 

@@ -6,6 +6,7 @@ import ast
 import copy
 
 from kgopt.rewrite.meanings import describe_method
+from kgopt.rewrite.source.expressions import of_one_argument
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import blocks
 
@@ -40,10 +41,8 @@ def _tails(method: Method, statement: ast.If) -> set[str]:
         if isinstance(last, ast.If):
             found |= _tails(method, last)
         elif isinstance(last, ast.Assign) and isinstance(last.value, ast.Call) and len(last.targets) == 1:
-            path = method.path(last.value.func)
-            role = method.role(path) if path else None
-            if role and role[0] == "norm" and isinstance(last.targets[0], ast.Name):
-                found.add(last.targets[0].id)
+            target, is_norm = last.targets[0], method.what(last.value.func)[0] == "norm"
+            found |= {target.id} if is_norm and isinstance(target, ast.Name) else set()
     return found
 
 
@@ -51,10 +50,8 @@ def _acts_on(method: Method, statement: ast.Assign | ast.Return, name: str) -> b
     for node in ast.walk(statement):
         if not isinstance(node, ast.Call):
             continue
-        path = method.path(node.func)
-        role = method.role(path) if path else None
-        is_act = role is not None and role[0] in ("act", "same")
-        function = None if path else method.function(node.func)
+        is_act = method.what(node.func)[0] in ("act", "same")
+        function = None if method.path(node.func) else method.function(node.func)
         if function is not None:
             described = method.described(function, node)
             is_act = described is not None and described.kind == "act"
@@ -72,11 +69,10 @@ def _acts_on(method: Method, statement: ast.Assign | ast.Return, name: str) -> b
 
 def _convolves(method: Method, statement: ast.stmt, name: str | None) -> bool:
     call = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
-    if name is None or not isinstance(call, ast.Call) or call.keywords or len(call.args) != 1:
+    if name is None or not isinstance(call, ast.Call) or not of_one_argument(call):
         return False
-    path, argument = method.path(call.func), call.args[0]
-    role = method.role(path) if path else None
-    return bool(role and role[0] == "conv") and isinstance(argument, ast.Name) and argument.id == name
+    argument = call.args[0]
+    return method.what(call.func)[0] == "conv" and isinstance(argument, ast.Name) and argument.id == name
 
 
 def _append(statement: ast.If, follower: ast.stmt) -> None:

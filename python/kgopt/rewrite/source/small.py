@@ -27,6 +27,7 @@ from kgopt.rewrite import meanings
 from kgopt.rewrite.meanings import describe_function, describe_method
 from kgopt.rewrite.places import Places
 from kgopt.rewrite.source.code import CannotRewriteError, parse
+from kgopt.rewrite.source.reading import Reading, UnreadError
 
 _SCALARS = (bool, int, float, str, type(None))
 _LONG = 400  # bytes of code: nothing that is one activation has more
@@ -44,10 +45,6 @@ _COMPARED = {
 _SELF: dict[str, Any] = {}  # an object whose attributes nobody may read
 _X = "x"  # the value that a forward is given
 Act = tuple[str, bool]  # an activation of it: its name, and whether it writes into it
-
-
-class _UnreadError(Exception):
-    """The forward does something else."""
 
 
 class _Kept:
@@ -70,7 +67,7 @@ class _Kept:
             count = len(self.places)
             try:
                 found = read()
-            except (_UnreadError, CannotRewriteError):
+            except (UnreadError, CannotRewriteError):
                 found = None
             self.known[key] = found.what if isinstance(found, _Value) else None
             if len(self.places) > count:  # the other branches call other functions
@@ -81,27 +78,27 @@ class _Kept:
         """What a function gives, by its arguments' names."""
         tree = parse(function)
         if depth > _DEEP or function.__code__.co_cellvars or function.__code__.co_freevars:
-            raise _UnreadError
+            raise UnreadError
         self.places.read(function, "__code__")
         self.places.read(function, "__defaults__")
         reading = _Reading(self, function, values, depth)
         found, result = reading.run(tree.body)
         if not found:
-            raise _UnreadError
+            raise UnreadError
         return result
 
     def call(self, function: Any, args: Sequence[Any], words: dict[str, Any], depth: int) -> Any:
         """The same, of a call's arguments."""
         if not isinstance(function, types.FunctionType) or inspect.unwrap(function) is not function:
-            raise _UnreadError
+            raise UnreadError
         try:
             bound = inspect.signature(function).bind(*args, **words)
         except (TypeError, ValueError):
-            raise _UnreadError from None
+            raise UnreadError from None
         bound.apply_defaults()
         given = bound.arguments.values()
         if any(not isinstance(v, _Value) and type(v) not in _SCALARS and v is not _SELF for v in given):
-            raise _UnreadError
+            raise UnreadError
         return self.function(function, dict(bound.arguments), depth)
 
 
@@ -150,7 +147,7 @@ class Small(_Kept):
     def _read(self, own: dict[str, Any]) -> Any:
         first, *given = [a.arg for a in parse(self.forward).args.args]
         if len(given) != 1:
-            raise _UnreadError
+            raise UnreadError
         return self.function(self.forward, {first: own, given[0]: _Value(_X)}, 0)
 
 
@@ -161,29 +158,17 @@ class _Value:
         self.what = what
 
 
-class _Reading:
+class _Reading(Reading):
+    """One function, with the numbers that its arguments are."""
+
     def __init__(self, small: _Kept, function: Any, values: dict[str, Any], depth: int) -> None:
-        self.small, self.function, self.values, self.depth = small, function, values, depth
+        super().__init__(function, small.places, values)
+        self.small, self.depth = small, depth
 
-    def run(self, body: list[ast.stmt]) -> tuple[bool, Any]:
-        for statement in body:
-            if isinstance(statement, ast.Return) and statement.value is not None:
-                return True, self.value(statement.value)
-            if isinstance(statement, ast.If):
-                found = self.run(statement.body if self.scalar(statement.test) else statement.orelse)
-                if found[0]:
-                    return found
-            elif isinstance(statement, ast.Assign) and all(isinstance(t, ast.Name) for t in statement.targets):
-                value = self.value(statement.value)
-                self.values.update((t.id, value) for t in statement.targets if isinstance(t, ast.Name))
-            elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
-                raise _UnreadError
-        return False, None
-
-    def scalar(self, e: ast.expr) -> Any:
+    def test(self, e: ast.expr) -> Any:
         value = self.value(e)
         if type(value) not in _SCALARS:
-            raise _UnreadError
+            raise UnreadError
         return value
 
     def value(self, e: ast.expr) -> Any:
@@ -193,47 +178,47 @@ class _Reading:
             return self.values[e.id]
         if isinstance(e, ast.Attribute) and isinstance(e.value, ast.Name) and type(self.values.get(e.value.id)) is dict:
             if hasattr(self.small.cls, e.attr) or e.attr not in self.values[e.value.id]:
-                raise _UnreadError
+                raise UnreadError
             return self.values[e.value.id][e.attr]
         if isinstance(e, ast.UnaryOp) and isinstance(e.op, ast.Not):
-            return not self.scalar(e.operand)
+            return not self.test(e.operand)
         if isinstance(e, ast.BoolOp):
             for part in e.values:
-                value = self.scalar(part)
+                value = self.test(part)
                 if bool(value) is isinstance(e.op, ast.Or):
                     break
             return value
         if isinstance(e, ast.Compare) and len(e.ops) == 1 and type(e.ops[0]) in _COMPARED:
-            return _COMPARED[type(e.ops[0])](self.scalar(e.left), self.scalar(e.comparators[0]))
+            return _COMPARED[type(e.ops[0])](self.test(e.left), self.test(e.comparators[0]))
         if isinstance(e, ast.IfExp):
-            return self.value(e.body if self.scalar(e.test) else e.orelse)
+            return self.value(e.body if self.test(e.test) else e.orelse)
         if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Mult):
             return self.product(self.value(e.left), self.value(e.right))
         if isinstance(e, ast.Call):
             return self.call(e)
-        raise _UnreadError
+        raise UnreadError
 
     def product(self, a: Any, b: Any) -> Any:
         """``x * sigmoid(1 * x)`` is silu."""
-        self.small.places.read(torch.Tensor, "__mul__")
+        self.places.read(torch.Tensor, "__mul__")
         whats = [v.what if isinstance(v, _Value) else v for v in (a, b)]
         if type(whats[0]) in (int, float) and whats[0] == 1 and whats[1] == _X and isinstance(b, _Value):
             return b
         if all(isinstance(v, _Value) for v in (a, b)) and whats in ([_X, ("sigmoid", False)], [("sigmoid", False), _X]):
             return _Value(("silu", False))
-        raise _UnreadError
+        raise UnreadError
 
     def call(self, e: ast.Call) -> Any:
         if any(isinstance(a, ast.Starred) for a in e.args) or any(w.arg is None for w in e.keywords):
-            raise _UnreadError
+            raise UnreadError
         args = [self.value(a) for a in e.args]
         words = {str(w.arg): self.value(w.value) for w in e.keywords}
         function = self.resolved(e.func)
         if function is None:
             if not isinstance(e.func, ast.Attribute) or not self.is_x(self.value(e.func.value)):
-                raise _UnreadError
+                raise UnreadError
             if hasattr(torch.Tensor, e.func.attr):
-                self.small.places.read(torch.Tensor, e.func.attr)
+                self.places.read(torch.Tensor, e.func.attr)
             gate = args[0] if len(args) == 1 and not words else None
             if e.func.attr in ("mul", "mul_") and isinstance(gate, _Value) and gate.what == ("sigmoid", False):
                 return _Value(("silu", e.func.attr == "mul_"))
@@ -248,23 +233,16 @@ class _Reading:
 
     def act(self, node: Any) -> _Value:
         if node is None or node.kind != "act":
-            raise _UnreadError
+            raise UnreadError
         return _Value((node.name, node.inplace))
 
     def resolved(self, e: ast.expr) -> Any:
-        """What a global name stands for; None for none."""
-        names = self.function.__globals__
-        if isinstance(e, ast.Name) and e.id not in self.function.__code__.co_varnames and e.id in names:
-            return self.small.places.read(names, e.id)
-        if isinstance(e, ast.Attribute):
-            owner = self.resolved(e.value)
-            if isinstance(owner, types.ModuleType) and hasattr(owner, e.attr):
-                return self.small.places.read(owner, e.attr)
+        """Also ``getattr(F, name)``."""
         if isinstance(e, ast.Call) and not e.keywords and len(e.args) == 2 and self.resolved_name(e.func) is getattr:
-            owner, name = self.resolved(e.args[0]), self.scalar(e.args[1])
+            owner, name = self.resolved(e.args[0]), self.test(e.args[1])
             if isinstance(owner, types.ModuleType) and isinstance(name, str) and hasattr(owner, name):
-                return self.small.places.read(owner, name)
-        return None
+                return self.places.read(owner, name)
+        return super().resolved(e)
 
     def resolved_name(self, e: ast.expr) -> Any:
         """The builtin that a name stands for, where no other variable has it."""

@@ -11,7 +11,16 @@ from typing import Any
 
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.expressions import assign, call_of, evaluated_first, is_plain, is_test, replace
+from kgopt.rewrite.source.expressions import (
+    as_function,
+    assign,
+    call_of,
+    evaluated_first,
+    is_plain,
+    is_test,
+    of_one_argument,
+    replace,
+)
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
 from kgopt.rewrite.source.quiet import is_quiet
@@ -77,19 +86,15 @@ class Sums:
         """Whether an expression may be evaluated while the value of ``call`` waits; it calls children ``between``."""
         if is_plain(e):
             return True
-        path = self.method.path(call.func)  # type: ignore[attr-defined]
-        role = self.method.role(path) if path is not None else None
-        is_norm = role is not None and (role[0] == "norm" or role[:2] == ("tail", "norm"))
-        return is_norm and is_quiet(self.method, e, between)
+        kind, name, _ = self.method.what(call.func)  # type: ignore[attr-defined]
+        return (kind == "norm" or (kind, name) == ("tail", "norm")) and is_quiet(self.method, e, between)
 
     def _can_wait(self, e: ast.expr) -> bool:
         """A call with one argument of a convolution, or of something in a local variable."""
-        if not isinstance(e, ast.Call) or len(e.args) != 1 or e.keywords or isinstance(e.args[0], ast.Starred):
+        if not isinstance(e, ast.Call) or not of_one_argument(e):
             return False
-        path = self.method.path(e.func)
-        if path is not None:
-            role = self.method.role(path)
-            return role is not None and role[0] in ("conv", "norm", "tail")
+        if self.method.path(e.func) is not None:
+            return self.method.what(e.func)[0] in ("conv", "norm", "tail")
         return isinstance(e.func, ast.Name) and e.func.id in self.method.locals and e.func.id not in self.method.hidden
 
     def _write_sum(self, statement: ast.stmt, e: ast.BinOp, call: ast.expr) -> None:
@@ -189,7 +194,7 @@ class Sums:
         for statement in statements:
             if self._passes(statement, name):
                 call: Any = statement.value  # type: ignore[attr-defined]
-                replace(statement, call, call_of(sum_name, "through", [call.func, *call.args], call))
+                replace(statement, call, call_of(sum_name, "skip", [call.func, *call.args], call))
                 continue
             loads = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == name]
             for load in loads:
@@ -242,14 +247,12 @@ class Sums:
         return None
 
     def _through(self, name: str, e: ast.expr) -> ast.expr:
-        return call_of(name, "through", [e.func, self._through(name, e.args[0])], e) if isinstance(e, ast.Call) else e
+        return call_of(name, "skip", [e.func, self._through(name, e.args[0])], e) if isinstance(e, ast.Call) else e
 
     def _is_passed(self, e: Any, name: str) -> bool:
         """A variable, or ``self.drop_path(h)``, which may do nothing."""
-        if isinstance(e, ast.Call) and len(e.args) == 1 and not e.keywords:
-            path = self.method.path(e.func)
-            role = self.method.role(path) if path else None
-            return role is not None and role[0] == "same" and self._is_passed(e.args[0], name)
+        if of_one_argument(e):
+            return self.method.what(e.func)[0] == "same" and self._is_passed(e.args[0], name)
         return isinstance(e, ast.Name) and e.id == name
 
     def _passes(self, s: ast.stmt, name: str) -> bool:
@@ -339,25 +342,14 @@ class Sums:
 
     def _activation(self, call: ast.Call) -> tuple[ast.expr, list[ast.expr], Any, str] | None:
         """Of ``act(x)``: what to call, the function that this calls, as code and itself, and its name for the ops."""
-        path = self.method.path(call.func)
-        if path is not None:
-            role = self.method.role(path)
-            if role is None or role[0] != "act" or call.keywords or len(call.args) != 1:
-                return None
-            return call.func, [], None, role[1]
+        if self.method.path(call.func) is not None:
+            kind, name, _ = self.method.what(call.func)
+            return (call.func, [], None, name) if kind == "act" and of_one_argument(call) else None
         function = self.method.function(call.func)
         node = None if function is None else self.method.described(function, call)
         if node is None or node.kind != "act":
             return None
-        value = ast.Name("_kgopt_value", ast.Load())
-        rest = [copy.deepcopy(a) for a in call.args[1:]]
-        made = ast.Call(copy.deepcopy(call.func), [value, *rest], copy.deepcopy(call.keywords))
-        arguments = ast.arguments([], [ast.arg("_kgopt_value")], None, [], [], None, [])
-        act = ast.Lambda(arguments, made)
-        for node_of in ast.walk(act):
-            if "lineno" in getattr(node_of, "_attributes", ()):
-                ast.copy_location(node_of, call)
-        return act, [copy.deepcopy(call.func)], function, node.name
+        return as_function(call), [copy.deepcopy(call.func)], function, node.name
 
     # ------------------------------------------------------------------------------- activations behind convolutions
 
@@ -375,11 +367,7 @@ class Sums:
                 del body[k]
 
     def _is_conv(self, e: Any) -> bool:
-        if not isinstance(e, ast.Call) or len(e.args) != 1 or e.keywords or isinstance(e.args[0], ast.Starred):
-            return False
-        path = self.method.path(e.func)
-        role = self.method.role(path) if path else None
-        return role is not None and role[0] == "conv"
+        return of_one_argument(e) and self.method.what(e.func)[0] == "conv"
 
     def _activate(self, call: ast.Call, conv: Any) -> bool:
         """Turns ``act(conv)`` into one call; whether it did."""
@@ -397,10 +385,9 @@ class Sums:
         """The name of a sum with what the call gives."""
         name = f"_kgopt_sum_{len(self.method.sites)}"
         self.method.sites[name] = Sum()
-        path = self.method.path(call.func)
-        role = self.method.role(path) if path is not None else None
-        if path is not None and role is not None and role[0] == "norm":
-            self._norms[name] = path, role[1], "none"
+        path, (kind, norm, _) = self.method.path(call.func), self.method.what(call.func)
+        if path is not None and kind == "norm":
+            self._norms[name] = path, norm, "none"
         return name
 
 

@@ -6,11 +6,11 @@ import ast
 from typing import Any
 
 from kgopt.rewrite.glue.calls import INTERPOLATE
+from kgopt.rewrite.glue.plans import Wait
 from kgopt.rewrite.meanings import UNKNOWN
-from kgopt.rewrite.source.expressions import constant
+from kgopt.rewrite.source.expressions import constant, of_one_argument
 from kgopt.rewrite.source.waiting import Waiting
 from kgopt.rewrite.sums import Sum
-from kgopt.rewrite.upsampling import Wait
 
 _CONVS = ("conv2d", "conv3d")
 
@@ -24,10 +24,8 @@ class Upsamplings(Waiting):
         """``F.interpolate(h, ...)``, ``self.up(h)``."""
         if not isinstance(e, ast.Call) or any(isinstance(a, ast.Starred) for a in e.args):
             return False
-        path = self.method.path(e.func)
-        if path:
-            role = self.method.role(path)
-            return role is not None and role[0] == "up" and len(e.args) == 1 and not e.keywords
+        if self.method.path(e.func):
+            return self.method.what(e.func)[0] == "up" and of_one_argument(e)
         if self.method.function(e.func) is not INTERPOLATE or any(word.arg is None for word in e.keywords):
             return False
         mode = next((constant(word.value) for word in e.keywords if word.arg == "mode"), "nearest")
@@ -35,8 +33,7 @@ class Upsamplings(Waiting):
 
     def convolves(self, e: Any) -> bool:
         """``self.conv(h)``."""
-        is_call = isinstance(e, ast.Call) and len(e.args) == 1 and not e.keywords
-        return is_call and not isinstance(e.args[0], ast.Starred) and self._is_conv(e.func)
+        return of_one_argument(e) and self._is_conv(e.func)
 
     def takes(self, e: ast.Call) -> ast.expr | None:
         """What begins a sum."""
@@ -46,6 +43,5 @@ class Upsamplings(Waiting):
         return e.args[1] if self._is_conv(e.args[0]) else None
 
     def _is_conv(self, e: ast.expr) -> bool:
-        path = self.method.path(e)
-        role = self.method.role(path) if path else None
-        return role is not None and role[0] == "conv" and role[1] in _CONVS
+        kind, name, _ = self.method.what(e)
+        return kind == "conv" and name in _CONVS
