@@ -277,7 +277,7 @@ def test_decisions_about_a_model_that_is_replayed_leave_launches_out(fake, auto,
     """
     monkeypatch.setattr(whole, "chooses", lambda device: True)
     # The CPU's clock may find both layouts equal; a torch without CUDA has no other one to ask.
-    monkeypatch.setattr(whole.clocks, "busy", lambda function, device: 1.0)
+    monkeypatch.setattr(clocks, "busy", lambda function, device: 1.0)
     model = auto()
     assert fake.recorded == 4, "to see whether it can be, for two questions about layouts, itself"
     assert fake.asked == 1, "the recording takes the first answer"

@@ -38,7 +38,7 @@ def test_what_is_taken():
 
     def options(factors=(2, 2), x=x, channels=4, **more):
         conv = nn.Conv2d(channels, 4, **{"kernel_size": 3, **more}).requires_grad_(False)
-        call = calls.upsampled(x, factors, conv)
+        call = calls.upsampled_by(x, factors, conv)
         return None if call is None else (call.options[:1], call.argument[1], tuple(call.sizes[2:]))
 
     assert options() == (("folded",), (0, 0), (38, 42))
@@ -60,7 +60,7 @@ def test_what_is_taken():
         {"x": x[:, :, :2, :2]},  # the sums would be larger than the upsampled tensor
     ):
         assert options(**refused) is None, refused
-    assert calls.upsampled(x, (2, 2), nn.ConvTranspose2d(4, 4, 3)) is None
+    assert calls.upsampled_by(x, (2, 2), nn.ConvTranspose2d(4, 4, 3)) is None
 
 
 # ---------------------------------------------------------------------------------------------------------- the models
@@ -507,7 +507,7 @@ def test_the_pair_is_measured(times, option, monkeypatch):
 def test_what_is_less_accurate_or_lies_otherwise_is_refused(monkeypatch):
     monkeypatch.setattr(clocks, "busy_both", lambda first, second, device: (2.0, 1.0))
     conv, x = nn.Conv2d(4, 6, 3, padding=1).requires_grad_(False), draw((2, 4, 8, 9))
-    call = calls.upsampled(x, (2, 2), conv)
+    call = calls.upsampled_by(x, (2, 2), conv)
     apart = lambda: conv(F.interpolate(x, scale_factor=2))  # noqa: E731
     assert search._fastest(call, apart) == "folded"
     run = kernels.upsampled_conv
