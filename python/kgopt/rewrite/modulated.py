@@ -223,6 +223,9 @@ class Modulation:
     def _norm_then(self, later: LaterNorm, name: str, operand: Any) -> Tensor | None:
         """The norm and its activation, where nothing stands between the two."""
         is_module = isinstance(operand, nn.Module)
+        if type(later) is not LaterNorm:  # a function's call
+            prelu = operand if name == PRELU else None
+            return later.site.run_modulated(later.module, later.x, None, None, name, prelu, later.begun)
         is_new = not (is_module or self.method or isinstance(operand, _KEPT))  # a partial, a method: at each call
         if is_new or (torch.compiler.is_compiling() and name != PRELU):
             return later.site.run_modulated(later.module, later.x, None, None, name)

@@ -102,7 +102,8 @@ class LaterNorm(Later):
             return None
         y = self.site.run_added(self.module, self.x, other, act, prelu, self.begun)
         if y is None and self.site.may_modulate(self.module, self.x, other):
-            y = self.site.run_modulated(self.module, self.x, None, other, act, prelu)  # one value a sample and channel
+            # One value a sample and channel.
+            y = self.site.run_modulated(self.module, self.x, None, other, act, prelu, self.begun)
         return y
 
 
@@ -167,8 +168,8 @@ class Waiting:
         if self.of_maps:
             if self.shift is None or prelu is not None:
                 return None
-            return later.site.run_maps(later.module, later.x, self.factor, self.shift, act)
-        return later.site.run_modulated(later.module, later.x, self.factor, self.shift, act, prelu)
+            return later.site.run_maps(later.module, later.x, self.factor, self.shift, act, later.begun)
+        return later.site.run_modulated(later.module, later.x, self.factor, self.shift, act, prelu, later.begun)
 
     def may_take(self, operand: Any) -> bool:
         """Whether the op can multiply with, or add, an operand."""
@@ -187,7 +188,7 @@ def given_later(module: Any, args: tuple[Any, ...], owner: Any = None, *between:
 
     ``between``: children of ``owner`` that are called while it waits.
     """
-    if not gives_later(module) or not _adds_as_is() or not all_change_nothing(owner, between):
+    if not gives_later(module) or not adds_as_is() or not all_change_nothing(owner, between):
         return None
     if not torch.compiler.is_compiling() and watching.is_watched():
         return None
@@ -207,7 +208,7 @@ _ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in ("group", "instance")}
 def _norm_later(norm: Any, x: Any, kind: str) -> Any:
     """A norm of ours, later where it may wait and is the faster one here; else what it gives."""
     site = _ALONE[kind]
-    begun = site.begin(norm, x) if _adds_as_is() else False
+    begun = site.begin(norm, x) if adds_as_is() else False
     return LaterNorm(norm, x, site, begun) if begun else norm(x)
 
 
@@ -362,11 +363,11 @@ def _are_floats(*tensors: Any) -> bool:
     return all(type(t) is Tensor and t.is_floating_point() for t in tensors)
 
 
-_adds_as_is = originals.untouched(*originals.methods(("__add__", "__iadd__", "__truediv__")))
+adds_as_is = originals.untouched(*originals.methods(("__add__", "__iadd__", "__truediv__")))
 
 
 def _may_wait(module: nn.Module) -> bool:
-    if torch.is_grad_enabled() or is_hooked(module) or any_global_hooks() or not _adds_as_is():
+    if torch.is_grad_enabled() or is_hooked(module) or any_global_hooks() or not adds_as_is():
         return False
     if watching.is_foreign_mode():
         return False

@@ -116,6 +116,7 @@ def _rewrite(method: Method, gives: bool = False) -> Found:
 def _giving(name: str, method: Method, role: Callable[[Path], Role | None]) -> Method | None:
     """The same forward, with the value of a norm or a convolution at its end for later; None where there is none."""
     has_norm = any(kind == "norm" or (kind, what) == ("tail", "norm") for kind, what, _ in method.used_roles.values())
+    has_norm = has_norm or calls_norms_in(method.code)
     if name != "forward" or not (has_norm or method.may_give):
         return None
     other = Method(method.code, role, parse(method.code))

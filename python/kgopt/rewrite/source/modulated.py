@@ -39,6 +39,7 @@ from kgopt.rewrite.source.expressions import assign, call_of, evaluated_first
 from kgopt.rewrite.source.maps import Maps
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
+from kgopt.rewrite.source.norm_calls import is_norm_call, site_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
 
 _Place = tuple[list[ast.stmt], ast.stmt]  # a block, and one of its statements
@@ -55,6 +56,7 @@ class Modulations:
         self.written: dict[int, str | None] = {}  # statements, by id: the name that waits behind them
         self.beside: dict[int, list[str]] = {}  # and the children that are called while it waits
         self.nows: set[int] = set()  # those that ask for the tensor
+        self.calls: dict[int, str] = {}  # norms that are called as functions, by id: their site's name
         self._chains: list[tuple[Path, Chain]] = []
 
     def chains(self) -> list[tuple[Path, Chain]]:
@@ -135,7 +137,12 @@ class Modulations:
                 return
 
     def _normalizes(self, e: ast.Call) -> bool:
-        """A call with one argument of a norm, of a Sequential that ends in one, or of what the running code names."""
+        """A call with one argument of a norm, of a Sequential that ends in one, or of what the running code names; or of
+        a norm as a function.
+        """
+        if is_norm_call(self.method, e):
+            self.calls.setdefault(id(e), f"{self.name}_call_{len(self.calls)}")
+            return True
         if not e.args or e.keywords or any(isinstance(a, ast.Starred) for a in e.args):
             return False
         path = self.method.path(e.func)
@@ -199,6 +206,7 @@ class _Paths:
     is_shifted: bool = False
     is_acted: bool = False  # a call takes what waits
     is_given: bool = False  # it is returned
+    is_function: bool = False  # a function is the norm
     act: str = "none"
     failed: bool = False
     waits: str | None = None
@@ -210,11 +218,14 @@ class _Paths:
 
     @property
     def is_modulated(self) -> bool:
+        if self.is_function:  # with an activation alone it is no value that waits
+            return self.is_scaled or (self.is_given and not self.is_shifted)
         return self.is_scaled or ((self.is_acted or self.is_given) and not self.is_shifted)
 
     def begin(self, statement: Any, call: ast.Call) -> None:
         """The statement with the norm."""
         self.base = call
+        self.is_function = id(call) in self.of.calls
         made = self._value(statement)
         if made is None:
             self.failed = True
@@ -366,6 +377,8 @@ class _Paths:
     def _waiting(self, e: ast.expr) -> ast.expr | None:
         """An expression that may wait, as it is written; None for one that does not."""
         if e is self.base:
+            if isinstance(e, ast.Call) and id(e) in self.of.calls:
+                return waiting_call(self.method, e, self.of.calls[id(e)], "wait")
             if isinstance(e, ast.Call) and len(e.args) > 1:
                 args = ast.copy_location(ast.Tuple(list(e.args), ast.Load()), e)
                 return self.of.call("begin_with", [e.func, args], e)
@@ -482,11 +495,13 @@ class _Paths:
         """Writes what was found."""
         of = self.of
         self.method.sites.setdefault(of.name, Modulation())
+        if self.is_function:
+            self.method.sites[of.calls[id(call)]] = site_of(self.method, call)
         self.method.gives = self.method.gives or self.is_given
         for edit in self.edits.values():
             s = edit.statement
             for node in ast.walk(edit.value):
-                if self.between and _is_begin(node, of.name):
+                if self.between and _is_begin(node, of.name, *of.calls.values()):
                     names = map(ast.Constant, dict.fromkeys(self.between))
                     more = [ast.Name(self.method.self_name, ast.Load()), *names]
                     node.args += [ast.copy_location(e, call) for e in more]  # type: ignore[attr-defined]
@@ -515,7 +530,7 @@ class _Paths:
         block.insert(at, now)
 
 
-_BEGINS = "begin", "begin_with", "step"
+_BEGINS = "begin", "begin_with", "step", "wait"
 
 
 def _around(e: ast.expr, parents: dict[ast.AST, ast.AST]) -> ast.AST:
@@ -534,10 +549,10 @@ def _moves(function: Any) -> bool:
     return any(function is f for f in (*_MOVES, torch.unsqueeze))
 
 
-def _is_begin(node: ast.AST, name: str) -> bool:
+def _is_begin(node: ast.AST, *names: str) -> bool:
     function = node.func if isinstance(node, ast.Call) else None
     of = function.value if isinstance(function, ast.Attribute) and function.attr in _BEGINS else None
-    return isinstance(of, ast.Name) and of.id == name
+    return isinstance(of, ast.Name) and of.id in names
 
 
 # Methods of a site that take what waits as an argument.

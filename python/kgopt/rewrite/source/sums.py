@@ -14,6 +14,7 @@ from kgopt.rewrite.roles import Path
 from kgopt.rewrite.source.expressions import assign, call_of, evaluated_first, is_plain, is_test, replace
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
+from kgopt.rewrite.source.norm_calls import is_norm_call, site_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
 from kgopt.rewrite.sums import Activated, Sum
 
@@ -80,10 +81,12 @@ class Sums:
         path = self.method.path(call.func)  # type: ignore[attr-defined]
         role = self.method.role(path) if path is not None else None
         is_norm = role is not None and (role[0] == "norm" or role[:2] == ("tail", "norm"))
-        return is_norm and is_quiet(self.method, e, between)
+        return (is_norm or is_norm_call(self.method, call)) and is_quiet(self.method, e, between)
 
     def _can_wait(self, e: ast.expr) -> bool:
-        """A call with one argument of a convolution, or of something in a local variable."""
+        """A call with one argument of a convolution, or of something in a local variable; or of a norm as a function."""
+        if is_norm_call(self.method, e):
+            return True
         if not isinstance(e, ast.Call) or len(e.args) != 1 or e.keywords or isinstance(e.args[0], ast.Starred):
             return False
         path = self.method.path(e.func)
@@ -106,7 +109,9 @@ class Sums:
         """``h = self.conv(h)``, some harmless statements, ``(x + h) / self.scale`` or ``h += x``."""
         target = self.method.target(body[k])
         call = getattr(body[k], "value", None)
-        if target is None or call is None or not self._can_wait(call) or self.method.path(call.func) is None:
+        if target is None or call is None or not self._can_wait(call):
+            return
+        if self.method.path(call.func) is None and not is_norm_call(self.method, call):
             return
         between: list[str] = []
         early: list[ast.stmt] = []  # statements that may read the value
@@ -220,6 +225,10 @@ class Sums:
         more = [ast.Name(self.method.self_name, ast.Load()), *map(ast.Constant, between)] if between else []
         for e in more:
             ast.copy_location(e, call)
+        if is_norm_call(self.method, call):
+            site = f"_kgopt_norm_{len(self.method.sites)}"
+            self.method.sites[site] = site_of(self.method, call)
+            return waiting_call(self.method, call, site, "begin", more)
         return call_of(name, "begin", [call.func, call.args[0], *more], call)
 
     def _sum_with(
