@@ -43,8 +43,8 @@ def done(monkeypatch):
     found = []
     run = sites.Site.run_modulated
 
-    def watched(self, norm, x, factor, shift, act="none", prelu=None):
-        y = run(self, norm, x, factor, shift, act, prelu)
+    def watched(self, norm, x, factor, shift, act="none", *more):
+        y = run(self, norm, x, factor, shift, act, *more)
         if y is not None:
             found.append((factor is not None, shift is not None, act))
         return y

@@ -218,9 +218,9 @@ def done(monkeypatch):
         found.append(self.chain.post)
         return run(self, *operands, **more)
 
-    def recorded_modulated(self, norm, x, factor, shift, act="none", prelu=None):
+    def recorded_modulated(self, norm, x, factor, shift, act="none", *more):
         found.append(act)
-        return run_modulated(self, norm, x, factor, shift, act, prelu)
+        return run_modulated(self, norm, x, factor, shift, act, *more)
 
     monkeypatch.setattr(sites.Site, "run", recorded)
     monkeypatch.setattr(sites.Site, "run_modulated", recorded_modulated)

@@ -405,7 +405,7 @@ class Site:
         prelu: Any = None,
         begun: NormArgs | bool = True,
     ) -> Tensor | None:
-        """``act(norm(x) * factor + shift)`` in one op. ``prelu``: the nn.PReLU that act is. ``begun``: by :meth:`begin`.
+        """``act(norm(x) * factor + shift)`` in one op. ``prelu``, ``begun``: as in :meth:`run_added`.
 
         Each of the two is None, or :meth:`may_modulate` said yes. None where act runs by rules of its own.
         """

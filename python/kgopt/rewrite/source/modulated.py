@@ -137,8 +137,8 @@ class Modulations:
                 return
 
     def _normalizes(self, e: ast.Call) -> bool:
-        """A call with one argument of a norm, of a Sequential that ends in one, or of what the running code names; or of
-        a norm as a function.
+        """A call with one argument of a norm, of a Sequential that ends in one, or of what the running code names; also
+        of a norm as a function.
         """
         if is_norm_call(self.method, e):
             self.calls.setdefault(id(e), f"{self.name}_call_{len(self.calls)}")

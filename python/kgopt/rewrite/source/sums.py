@@ -84,7 +84,7 @@ class Sums:
         return (is_norm or is_norm_call(self.method, call)) and is_quiet(self.method, e, between)
 
     def _can_wait(self, e: ast.expr) -> bool:
-        """A call with one argument of a convolution, or of something in a local variable; or of a norm as a function."""
+        """A call with one argument of a convolution, or of something in a local variable; a norm as a function."""
         if is_norm_call(self.method, e):
             return True
         if not isinstance(e, ast.Call) or len(e.args) != 1 or e.keywords or isinstance(e.args[0], ast.Starred):
