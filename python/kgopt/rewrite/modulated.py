@@ -95,6 +95,17 @@ class Modulation:
         is_waiting = type(value) is Waiting and _multiplies_as_is()
         return value if is_waiting or not isinstance(value, (Waiting, Later)) else value.value()
 
+    def begin_more(self, module: Any, args: Any, kwargs: Any, owner: Any = None, *between: str) -> Any:
+        """``module(*args, **kwargs)``, a tuple, of which the first may be a value for later."""
+        given = tuple(map(self.now, args))
+        found = given_later(module, given, owner, *between, with_more=True, kwargs=kwargs)
+        if found is None:
+            return module(*given, **kwargs)
+        if type(found) is not tuple or not found or not isinstance(found[0], (Waiting, Later)):
+            return found
+        waits = type(found[0]) is Waiting and _multiplies_as_is()
+        return found if waits else (found[0].value(), *found[1:])
+
     def step(self, module: Any, value: Any, owner: Any = None, *between: str) -> Any:
         """``module(value)`` of whatever the code has there: an activation behind a norm that waits, a norm that waits
         from now on, or anything else.

@@ -42,9 +42,14 @@ def site_of(method: Method, call: ast.Call) -> NormCall:
 
 def waiting_call(method: Method, call: ast.Call, site: str, verb: str, more: Sequence[ast.expr] = ()) -> ast.Call:
     """``site.verb(self, F.group_norm, (x, 8), {"eps": eps}, *more)``."""
-    words = ast.Dict([ast.Constant(w.arg) for w in call.keywords], [w.value for w in call.keywords])
     owner = ast.Name(method.self_name, ast.Load())
-    return call_of(site, verb, [owner, call.func, ast.Tuple(call.args, ast.Load()), words, *more], call)
+    return call_of(site, verb, [owner, *parts_of(call), *more], call)
+
+
+def parts_of(call: ast.Call) -> list[ast.expr]:
+    """``F.group_norm, (x, 8), {"eps": eps}``."""
+    words = ast.Dict([ast.Constant(w.arg) for w in call.keywords], [w.value for w in call.keywords])
+    return [call.func, ast.Tuple(call.args, ast.Load()), words]
 
 
 def replace_norm_calls(method: Method) -> bool:
