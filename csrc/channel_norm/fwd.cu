@@ -8,14 +8,17 @@
 namespace kgopt {
 namespace {
 
-__device__ __forceinline__ void wait_for_all_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
-
-// Calls compute(ring) for each tile of a block, `own` being there, while the next one's vectors are on their way.
-template <typename T, int kVec, typename Own, typename F>
-__device__ __forceinline__ void for_each_tile(const ChannelNormParams& p, void* shared, Own& own, const F& compute) {
+template <typename T, int kVec, Chain kChain>
+__global__ void __launch_bounds__(256, 3) channel_norm_planes_kernel(const __grid_constant__ ChannelNormParams p) {
+  using Acc = acc_t<T>;
+  extern __shared__ __align__(16) unsigned char raw[];
+  Acc* const shared = reinterpret_cast<Acc*>(raw + p.ring_bytes);
+  const ChannelAffine<Acc> affine(p, shared);
+  Acc* const scratch = ChannelAffine<Acc>::behind(p, shared);
   const T* const x = static_cast<const T*>(p.x);
-  Ring<T, kVec> ring(shared, p.held);
-  Own following(own);
+  T* const y = static_cast<T*>(p.y);
+  PlanesThread<T, kVec, kPlanesHeld> own(p), following(p);
+  Ring<T, kVec> ring(raw, p.held);
   following.move_to(blockIdx.x);
   following.fetch(x, ring);
   cp_async_commit();
@@ -28,22 +31,7 @@ __device__ __forceinline__ void for_each_tile(const ChannelNormParams& p, void* 
       following.fetch(x, ring);
     }
     cp_async_commit();
-    wait_for_all_but_one();
-    compute(ring);
-  }
-}
-
-template <typename T, int kVec, Chain kChain>
-__global__ void __launch_bounds__(256, 3) channel_norm_planes_kernel(const __grid_constant__ ChannelNormParams p) {
-  using Acc = acc_t<T>;
-  extern __shared__ __align__(16) unsigned char raw[];
-  Acc* const shared = reinterpret_cast<Acc*>(raw + p.ring_bytes);
-  const ChannelAffine<Acc> affine(p, shared);
-  Acc* const scratch = ChannelAffine<Acc>::behind(p, shared);
-  const T* const x = static_cast<const T*>(p.x);
-  T* const y = static_cast<T*>(p.y);
-  PlanesThread<T, kVec, kPlanesHeld> own(p);
-  for_each_tile<T, kVec>(p, raw, own, [&](const Ring<T, kVec>& ring) {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");  // all but the next tile's
     PositionScale<Acc> scale[kVec];
     own.scales(x, ring, scratch, scale);
     own.for_each(x, ring, [&](int64_t c, Acc(&v)[kVec]) {
@@ -52,20 +40,23 @@ __global__ void __launch_bounds__(256, 3) channel_norm_planes_kernel(const __gri
       for (int j = 0; j < kVec; ++j) v[j] = (v[j] - scale[j].mean) * scale[j].scale * weight + bias;
       store_vec<T, kVec>(y + own.base + c * p.s, finish_position<T, kChain>(p, v));
     });
-  });
+  }
 }
 
 template <typename T, int kVec, Chain kChain>
 __global__ void __launch_bounds__(256, 3) channel_norm_pixels_kernel(const __grid_constant__ ChannelNormParams p) {
   using Acc = acc_t<T>;
   extern __shared__ __align__(16) unsigned char raw[];
-  const ChannelAffine<Acc> affine(p, reinterpret_cast<Acc*>(raw + p.ring_bytes));
+  const ChannelAffine<Acc> affine(p, reinterpret_cast<Acc*>(raw));
   const T* const x = static_cast<const T*>(p.x);
   T* const y = static_cast<T*>(p.y);
   PixelLane<T, kVec, kPixelsHeld> own(p);
-  for_each_tile<T, kVec>(p, raw, own, [&](const Ring<T, kVec>& ring) {
-    const PositionScale<Acc> scale = own.scale(x, ring);
-    own.for_each(x, ring, [&](int64_t c, Acc(&v)[kVec]) {
+  for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    own.move_to(tile);
+    Vec<T, kVec> held[kPixelsHeld];
+    own.load_held(x, held);
+    const PositionScale<Acc> scale = own.scale(x, held);
+    own.for_each(x, held, [&](int64_t c, Acc(&v)[kVec]) {
       Acc weight[kVec], bias[kVec];
       affine.load(affine.weights + c, weight);
       affine.load(affine.biases + c, bias);
@@ -73,7 +64,7 @@ __global__ void __launch_bounds__(256, 3) channel_norm_pixels_kernel(const __gri
       for (int j = 0; j < kVec; ++j) v[j] = (v[j] - scale.mean) * scale.scale * weight[j] + bias[j];
       store_vec<T, kVec>(y + own.base + c, finish_position<T, kChain>(p, v));
     });
-  });
+  }
 }
 
 template <typename Acc>

@@ -1,8 +1,8 @@
 // What the forward and the backward of norms over channels share: statistics of positions, parameters, ways through x.
 //   contiguous     a block has a tile of all channels of some positions; its threads lie [channels][positions]
 //   channels_last  some lanes of a warp have a position
-// Either holds its first vectors: x is read once. Channels beyond are read again, from L1 or L2. The forward holds them in
-// shared memory, where those of the next tile arrive while a tile is computed; the backward in registers.
+// Either holds its first vectors in registers: x is read once. Channels beyond are read again, from L1 or L2. The
+// contiguous forward holds them in shared memory, where those of the next tile arrive while a tile is computed.
 #pragma once
 
 #include "channel_norm/plan.h"
@@ -147,16 +147,16 @@ __device__ __forceinline__ Acc sum_over_lanes(Acc v, int lanes) {
   return v;
 }
 
-// A thread's vectors of two tiles in shared memory, [tile][vector][thread]. No other thread reads them, so that none
-// waits for another.
+// A thread's vectors of a tile and of the next one in shared memory, [tile][vector][thread]. No other thread reads
+// them, so that none waits for another.
 template <typename T, int kVec>
 struct Ring {
   using Slot = Vec<T, kVec>;
+  Slot* next;  // a block of one tile has this one alone
   Slot* now;
-  Slot* next;
   int held;  // vectors of a tile
   __device__ __forceinline__ Ring(void* shared, int held)
-      : now(static_cast<Slot*>(shared) + threadIdx.x), next(now + held * blockDim.x), held(held) {}
+      : next(static_cast<Slot*>(shared) + threadIdx.x), now(next + held * static_cast<int>(blockDim.x)), held(held) {}
   __device__ __forceinline__ void turn() {
     Slot* const other = now;
     now = next;
@@ -173,13 +173,6 @@ struct Ring {
     }
   }
 };
-
-// f(k) for the first `count` of a thread's vectors, all of them its own.
-template <typename F>
-__device__ __forceinline__ void for_each_held(int count, const F& f) {
-#pragma unroll 4
-  for (int k = 0; k < count; ++k) f(k);
-}
 
 // A thread of the contiguous kernels: kVec neighbouring positions of every deep-th channel.
 template <typename T, int kVec, int kHeld>
@@ -219,7 +212,8 @@ struct PlanesThread {
   __device__ __forceinline__ void fetch(const T* from, const Ring<T, kVec>& ring) const {
     if (!live) return;
     const T* at = from + base + first * p.s;
-    for_each_held(mine, [&](int k) { ring.fetch(k, at + k * deep * p.s); });
+#pragma unroll 4
+    for (int k = 0; k < mine; ++k) ring.fetch(k, at + k * deep * p.s);
   }
   // f(channel, values of x) for all channels of the thread; those of the threads that have none are left out.
   template <typename F>
@@ -236,11 +230,13 @@ struct PlanesThread {
   }
   template <typename F>
   __device__ __forceinline__ void for_each(const T* x, const Ring<T, kVec>& ring, const F& f) const {
-    for_each_held(live ? mine : 0, [&](int k) {
+    const int count = live ? mine : 0;
+#pragma unroll 4
+    for (int k = 0; k < count; ++k) {
       Acc v[kVec];
       unpack(ring.slot(k), v);
       f(held_channel(k), v);
-    });
+    }
     for_each_beyond(x, ring.held, f);
   }
   template <typename F>
@@ -311,15 +307,11 @@ struct PixelLane {
   using Acc = acc_t<T>;
   const ChannelNormParams& p;
   int lanes, lane;
-  int mine;  // vectors of this lane, at most those that are held
   bool live = false;
   int64_t base = 0;
 
   __device__ __forceinline__ explicit PixelLane(const ChannelNormParams& params)
-      : p(params), lanes(params.along), lane(threadIdx.x % params.along) {
-    const int64_t count = p.c / kVec, all = lane < count ? (count - lane - 1) / lanes + 1 : 0;
-    mine = static_cast<int>(all < p.held ? all : p.held);
-  }
+      : p(params), lanes(params.along), lane(threadIdx.x % params.along) {}
   // Positions of a block at a time, the first of them, and how many there are: lanes of a warp stay together.
   __device__ __forceinline__ int64_t per_block() const { return blockDim.x / lanes; }
   __device__ __forceinline__ void move_to(int64_t tile) {
@@ -336,11 +328,6 @@ struct PixelLane {
       if (has(held_channel(k))) held[k] = load_vec<T, kVec>(from + base + held_channel(k));
     }
   }
-  __device__ __forceinline__ void fetch(const T* from, const Ring<T, kVec>& ring) const {
-    if (!live) return;
-    const T* at = from + base + lane * kVec;
-    for_each_held(mine, [&](int k) { ring.fetch(k, at + k * lanes * kVec); });
-  }
   template <typename F>
   __device__ __forceinline__ void for_each(const T* x, const Vec<T, kVec> (&held)[kHeld], const F& f) const {
 #pragma unroll
@@ -351,28 +338,14 @@ struct PixelLane {
         f(held_channel(k), v);
       }
     }
-    for_each_beyond(x, kHeld, f);
-  }
-  template <typename F>
-  __device__ __forceinline__ void for_each(const T* x, const Ring<T, kVec>& ring, const F& f) const {
-    for_each_held(live ? mine : 0, [&](int k) {
-      Acc v[kVec];
-      unpack(ring.slot(k), v);
-      f(held_channel(k), v);
-    });
-    for_each_beyond(x, ring.held, f);
-  }
-  template <typename F>
-  __device__ __forceinline__ void for_each_beyond(const T* x, int held, const F& f) const {
 #pragma unroll 1
-    for (int64_t c = held_channel(held); has(c); c += int64_t(lanes) * kVec) {
+    for (int64_t c = held_channel(kHeld); has(c); c += int64_t(lanes) * kVec) {
       Acc v[kVec];
       unpack(load_vec<T, kVec>(x + base + c), v);
       f(c, v);
     }
   }
-  template <typename Held>
-  __device__ __forceinline__ PositionScale<Acc> scale(const T* x, const Held& held) const {
+  __device__ __forceinline__ PositionScale<Acc> scale(const T* x, const Vec<T, kVec> (&held)[kHeld]) const {
     Acc mean = 0;
     if (p.kind == ChannelNormKind::kLayer) {
       Acc sum = 0;
