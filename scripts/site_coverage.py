@@ -37,6 +37,7 @@ from kgopt.rewrite import sites
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.meanings import describe_function
 from kgopt.rewrite.modulated import VIEWS
+from kgopt.rewrite.norm_calls import NormCall
 from peers.library import Peer, offline
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coverage.md"
@@ -269,7 +270,7 @@ def norms_of(calls: list[Call]) -> list[Norm]:
 def recording(ran: list[tuple[Any, int]]) -> Iterator[None]:
     """``ran`` gets the norm of each site that kgopt's ops compute, and how many operations beside it."""
     run, run_added, run_modulated = sites.Site.run, sites.Site.run_added, sites.Site.run_modulated
-    run_maps = sites.Site.run_maps
+    run_maps, run_call = sites.Site.run_maps, NormCall._run
 
     def count(text: str) -> int:
         return 0 if text == "none" else text.count("+") + 1
@@ -284,24 +285,32 @@ def recording(ran: list[tuple[Any, int]]) -> Iterator[None]:
             ran.append((norm, 1 + count(act)))
         return y
 
-    def recorded_modulated(self: Any, norm: Any, x: Any, factor: Any, shift: Any, act: str, prelu: Any = None) -> Any:
-        y = run_modulated(self, norm, x, factor, shift, act, prelu)
+    def recorded_modulated(self: Any, norm: Any, x: Any, factor: Any, shift: Any, act: str, *more: Any) -> Any:
+        y = run_modulated(self, norm, x, factor, shift, act, *more)
         if y is not None:
             ran.append((norm, (factor is not None) + (shift is not None) + count(act)))
         return y
 
-    def recorded_maps(self: Any, norm: Any, x: Any, factor: Any, shift: Any, act: str = "none") -> Any:
-        y = run_maps(self, norm, x, factor, shift, act)
+    def recorded_maps(self: Any, norm: Any, x: Any, factor: Any, shift: Any, act: str, *more: Any) -> Any:
+        y = run_maps(self, norm, x, factor, shift, act, *more)
         if y is not None:
             ran.append((norm, 2 + count(act)))
         return y
 
+    def recorded_call(self: Any, owner: Any, *call: Any) -> Any:
+        y = run_call(self, owner, *call)
+        if y is not None:
+            ran.append((owner, count(self.site.chain.post)))
+        return y
+
+    NormCall._run = recorded_call  # type: ignore[method-assign]
     sites.Site.run, sites.Site.run_added = recorded_run, recorded_added  # type: ignore[method-assign]
     sites.Site.run_maps = recorded_maps  # type: ignore[method-assign]
     sites.Site.run_modulated = recorded_modulated  # type: ignore[method-assign]
     try:
         yield
     finally:
+        NormCall._run = run_call  # type: ignore[method-assign]
         sites.Site.run, sites.Site.run_added = run, run_added  # type: ignore[method-assign]
         sites.Site.run_maps = run_maps  # type: ignore[method-assign]
         sites.Site.run_modulated = run_modulated  # type: ignore[method-assign]

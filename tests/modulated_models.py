@@ -245,6 +245,36 @@ class ByPosition(Base):
         return self.act(h)
 
 
+class SeveralValues(Base):
+    """As FiLM layers that return what they made of the embedding, too."""
+
+    def forward(self, x, e):
+        scale, shift = self.both(e)
+        h = self.norm(x)
+        h = torch.addcmul(shift, h, scale + 1)
+        return h, (scale, shift)
+
+
+class AroundSeveralValues(Base):
+    """As CogVideoX's block: caches beside the value, in a dict of the method's."""
+
+    def __init__(self, norm=None) -> None:
+        super().__init__(norm)
+        self.film = SeveralValues(norm)
+        self.plain = False
+
+    def forward(self, x, e):
+        kept = {}
+        if not self.plain:
+            h, kept["first"] = self.film(x, e=e)
+        else:
+            h = self.norm(x)
+        h = self.act(h)
+        h = self.conv(h)
+        h, (scale, _) = self.film(h, e)
+        return F.relu(h) + scale * kept["first"][1]
+
+
 class Wider(Base):
     """The product has another dtype than the norm, where that is no float64."""
 
@@ -309,5 +339,6 @@ FUSED = {
     TwoNorms: [(True, True, "silu")],
     TwoNormsBesideLayers: [(True, True, "silu")],
     TwoAtOnce: [(True, True, "none")],
+    AroundSeveralValues: [(True, True, "silu"), (True, True, "relu")],
 }
 APART = [InPlace, GroupMean, ByPosition, Wider, Number, ReadTwice, Handled]

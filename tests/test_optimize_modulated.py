@@ -16,6 +16,7 @@ from kgopt.rewrite import sites
 from modulated_models import (
     APART,
     FUSED,
+    AroundSeveralValues,
     C,
     ChangesInput,
     Diffusers,
@@ -212,6 +213,31 @@ def test_hooks_see_what_they_saw(where, done):
     assert len(seen) == 4
     torch.testing.assert_close(seen[::2][0], seen[1::2][0])
     assert [act for *_, act in done] == (["none"] * 2 if where == "act" else [])
+
+
+def test_several_values_outside_of_such_a_call(done):
+    """A tuple that is not taken apart in the same statement has tensors in it; hooks see them."""
+
+    class Net(AroundSeveralValues):
+        def forward(self, x, e):
+            both = self.film(x, e)
+            h, rest = both
+            kept = {}
+            h, kept[self] = self.film(self.act(h), e)
+            return self.act(h) + both[0] + rest[0] + kept[self][1]
+
+    original, model = pair(Net)
+    compare(original, model, *sample())
+    assert done == [(True, True, "none"), (True, True, "silu")] * 2
+    done.clear()
+    original, model = pair(AroundSeveralValues)
+    seen = []
+    for m in (original, model):
+        m.film.register_forward_hook(lambda module, args, out: seen.append(out[0].detach().clone()))
+    compare(original, model, *sample())
+    assert len(seen) == 8
+    assert all(type(t) is torch.Tensor for t in seen)
+    assert [act for *_, act in done] == ["none"] * 4
 
 
 def test_a_layer_that_writes_into_the_input(done):

@@ -11,6 +11,7 @@ from torch.nn.functional import group_norm as by_another_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kgopt
+from kgopt.rewrite import sites
 from optimize_pairs import check, pair
 
 
@@ -82,7 +83,56 @@ class Activated(Parameters):
         return h + F.gelu(kept, approximate="tanh")
 
 
-NETWORKS = [Activated, Module, WithoutParameters, InBranches, Instance, BesideModules]
+class Sums(Parameters):
+    """Residuals behind functions: as an operand, in place, behind a dropout, with PReLU, of two norms, by a shift."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+        self.prelu = nn.PReLU(4)
+
+    def forward(self, x):
+        h = F.relu(F.group_norm(self.conv(x), 2, self.weight, self.bias) + x)
+        out = F.instance_norm(self.conv(h))
+        out += h
+        out = F.leaky_relu(out, 0.2)
+        y = F.group_norm(out, num_groups=4)
+        y = self.drop(y)
+        y = h + y
+        y = self.prelu(y)
+        z = F.group_norm(y, 1) + F.group_norm(x, 2)
+        return z + (F.group_norm(y, 2) + self.weight.view(1, -1, 1, 1))
+
+
+class Scaled(Parameters):
+    """As diffusers' AdaGroupNorm: a norm without parameters, times and plus values of each sample and channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+
+    def forward(self, x):
+        scale, shift = self.linear(x.mean((2, 3)))[:, :, None, None].chunk(2, dim=1)
+        x = F.group_norm(x, 2, eps=1e-3)
+        x = x * (1 + scale) + shift
+        return x
+
+
+class AroundScaled(Parameters):
+    """What the module gives waits for the activation behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = Scaled()
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        h = self.act(self.norm(x))
+        h = self.conv(h)
+        return F.relu(self.norm(h) + x)
+
+
+NETWORKS = [Sums, Scaled, AroundScaled, Activated, Module, WithoutParameters, InBranches, Instance, BesideModules]
 
 
 class Names(TorchDispatchMode):
@@ -113,6 +163,9 @@ def test_values_and_gradients(make, train):
     check(net, original)
     ours, theirs = norms_in(net, torch.randn(2, 4, 5, 6, dtype=torch.float64))
     wanted = {
+        Sums: 6,
+        Scaled: 1,
+        AroundScaled: 2,
         Activated: 4,
         Module: 1,
         WithoutParameters: 1,
@@ -121,6 +174,59 @@ def test_values_and_gradients(make, train):
         BesideModules: 2,
     }
     assert (ours, theirs) == (wanted[make], 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (Sums, ["add relu", "add leaky_relu(0.2)", "prelu sum", "none", "add none", "scaled none"]),
+        (Scaled, ["scaled none"]),
+        (AroundScaled, ["scaled silu", "scaled none"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_follows_joins(make, wanted, monkeypatch):
+    """Sums, scales and shifts behind a function are part of its op, as they are behind a module."""
+    net, _ = pair(make)
+    seen = []
+    run, run_added, run_modulated = sites.Site.run_now, sites.Site.run_added, sites.Site.run_modulated
+
+    def alone(self, *args):
+        seen.append(self.chain.post)
+        return run(self, *args)
+
+    def added(self, norm, x, other, act, prelu=None, begun=True):
+        y = run_added(self, norm, x, other, act, prelu, begun)
+        seen.extend([] if y is None else ["prelu sum" if prelu is not None else f"add {act}"])
+        return y
+
+    def scaled(self, norm, x, factor, shift, act="none", *more):
+        seen.append(f"scaled {act}")
+        return run_modulated(self, norm, x, factor, shift, act, *more)
+
+    monkeypatch.setattr(sites.Site, "run_now", alone)
+    monkeypatch.setattr(sites.Site, "run_added", added)
+    monkeypatch.setattr(sites.Site, "run_modulated", scaled)
+    net(torch.randn(2, 4, 5, 6, dtype=torch.float64))
+    assert seen == wanted
+
+
+def test_waiting_calls_see_what_was_there():
+    """A function that was replaced, hooks on what follows, and a value that is written to before the sum."""
+
+    class Written(Parameters):
+        def forward(self, x):
+            h = F.group_norm(x, 2, self.weight)
+            x.mul_(2)
+            return F.relu(h + x)
+
+    x = torch.randn(1, 4, 5, 6, dtype=torch.float64)
+    net, original = pair(Written)
+    torch.testing.assert_close(net(x.clone()), original(x.clone()), rtol=1e-10, atol=1e-10)
+    net, original = pair(Sums)
+    for one in (net, original):
+        one.prelu.register_forward_hook(lambda module, given, result: result + given[0])
+    torch.testing.assert_close(net(x), original(x), rtol=1e-10, atol=1e-10)
 
 
 def test_activations_join():

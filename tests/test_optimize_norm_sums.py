@@ -107,7 +107,45 @@ class Dropped(Base):
         return self.act(out)
 
 
+class ByFunction(Base):
+    """``torch.add``, its arguments by place and by name."""
+
+    def forward(self, x):
+        h = F.relu(torch.add(self.norm(self.conv(x)), x))
+        y = self.norm(self.conv(h))
+        y = torch.add(input=h, other=y)
+        return self.act(y)
+
+
+class ByMethod(Base):
+    """``add`` and ``add_``, as a value and as a statement, and activations that are methods, too."""
+
+    def forward(self, x):
+        h = self.norm(self.conv(x)).add(x).relu()
+        y = self.norm(self.conv(h))
+        y.add_(h)
+        y = y.tanh()
+        z = self.norm(self.conv(y))
+        z = z.add_(y)
+        return z.sigmoid()
+
+
+class PassedOn(Base):
+    """A drop_path that does nothing around the norm, in one expression."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop_path = nn.Dropout(0.0)
+
+    def forward(self, x):
+        h = x + self.drop_path(self.norm(self.conv(x)))
+        return F.relu(torch.add(self.drop_path(self.norm(self.conv(h))), h))
+
+
 FUSED = {
+    ByFunction: ["relu", "leaky_relu(0.1)"],
+    ByMethod: ["relu", "tanh", "sigmoid"],
+    PassedOn: ["none", "relu"],
     Monai: ["leaky_relu(0.1)"],
     Resnet: ["relu"],
     Inline: ["silu", "leaky_relu(0.1)"],
@@ -162,7 +200,20 @@ class Caught(Base):
         return h
 
 
-APART = [ReadLater, Broadcast, Wider, InPlaceOnTheOther, Caught]
+class Weighted(Base):
+    def forward(self, x):
+        return F.relu(torch.add(self.norm(self.conv(x)), x, alpha=0.5))
+
+
+class MethodOfTheOther(Base):
+    def forward(self, x):
+        r = x * 1
+        h = self.norm(self.conv(x))
+        r.add_(h)
+        return F.relu(r) + r
+
+
+APART = [Weighted, MethodOfTheOther, ReadLater, Broadcast, Wider, InPlaceOnTheOther, Caught]
 
 
 pair = functools.partial(optimize_pairs.pair, std=0.4)
@@ -260,6 +311,30 @@ def test_a_class_that_passes_on_no_more(monkeypatch, summed):
     summed.clear()
     monkeypatch.setattr(Whole, "forward", lambda self, x: self.all_modules(x) * 2)
     compare(original, model, sample())
+    assert not summed
+
+
+def test_a_replaced_addition_runs(monkeypatch, summed):
+    original, model = pair(ByFunction)
+    monkeypatch.setattr(torch, "add", lambda input, other: input - other)
+    compare(original, model, sample())
+    monkeypatch.undo()
+    original, model = pair(ByMethod)
+    monkeypatch.setattr(torch.Tensor, "add_", lambda self, other: self.mul_(other))
+    compare(original, model, sample())
+    assert not summed
+
+
+def test_a_set_that_is_added_to(summed):
+    """``add`` may be anything's."""
+
+    class Net(Base):
+        def forward(self, x):
+            kept = set()
+            kept.add(self.norm(self.conv(x)))
+            return F.relu(next(iter(kept)))
+
+    compare(*pair(Net), sample())
     assert not summed
 
 

@@ -23,7 +23,8 @@ def test_plan_channel_norm(dtype, channels_last, backward):
         c = rng.choice([1, rng.randint(1, 64), 8 * rng.randint(1, 512), rng.randint(1, 5000), 2048, 2049])
         s = rng.choice([1, rng.randint(1, 300), 8 * rng.randint(1, 40000), rng.randint(1, 2**20)])
         aligned = rng.random() < 0.8
-        p = dev.plan_channel_norm(n, c, s, dtype, backward, channels_last, aligned)
+        sm_bytes = rng.choice([100, 164, 228]) << 10
+        p = dev.plan_channel_norm(n, c, s, dtype, backward, channels_last, aligned, sm_bytes=sm_bytes)
         vec, along, threads = p["vec"], p["along"], p["threads"]
         assert vec == 1 or (aligned and vec * SIZES[dtype] == 16 and (c if channels_last else s) % vec == 0)
         assert along & (along - 1) == 0, "lanes are masked by it"
@@ -47,4 +48,13 @@ def test_plan_channel_norm(dtype, channels_last, backward):
             assert p["smem_bytes"] >= table + (2 * groups + 1) * tile * acc
             rows = max(1, along // 32)
         assert p["rows"] == (p["blocks"] * rows if backward else 0)
-        assert p["smem_bytes"] <= 64 << 10, "several blocks share a multiprocessor"
+        assert p["smem_bytes"] <= sm_bytes // 2 - 1024, "two blocks share a multiprocessor"
+        if backward or channels_last:
+            assert p["held"] == p["ring_bytes"] == 0
+            continue
+        # A thread's vectors of a tile, and of the next one where a block has several.
+        slot = threads * vec * SIZES[dtype]
+        assert 1 <= p["held"] <= -(-c // (threads // along))
+        assert p["ring_bytes"] >= p["held"] * slot * (2 if p["tiles"] > p["blocks"] else 1)
+        assert p["smem_bytes"] >= p["ring_bytes"] + table + (2 * groups + 1) * tile * acc
+        assert p["ring_bytes"] % 16 == 0, "what lies behind it"

@@ -33,7 +33,7 @@ Tensor channel_norm(Tensor x, OptTensor weight, OptTensor bias, std::string kind
   p.y = y.mutable_data_ptr();
   p.weight = pointer(w);
   p.bias = pointer(b);
-  const ChannelNormPlan plan = plan_channel_norm(p, false, starts_aligned(p.x) && starts_aligned(p.y), info.sm_count);
+  const ChannelNormPlan plan = plan_channel_norm(p, false, starts_aligned(p.x) && starts_aligned(p.y), info.sm_count, info.smem_per_sm);
   Workspace workspace(x);
   if (const int64_t bytes = table_bytes(p)) {
     const int64_t table = workspace.reserve(bytes);
@@ -68,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor> channel_norm_backward(Tensor dy, Tensor x, Op
   p.weight = pointer(w);
   p.bias = pointer(b);
   const bool aligned = starts_aligned(p.x) && starts_aligned(p.dy) && starts_aligned(p.y);
-  const ChannelNormPlan plan = plan_channel_norm(p, true, aligned, info.sm_count);
+  const ChannelNormPlan plan = plan_channel_norm(p, true, aligned, info.sm_count, info.smem_per_sm);
   Workspace workspace(x);
   const bool is_double = p.dtype == Dtype::kFloat64;
   const int64_t sums = workspace.reserve(2 * plan.rows * p.c * (is_double ? 8 : 4));

@@ -29,6 +29,8 @@ struct ChannelNormParams {
   // Set by the launcher, from the plan.
   int along = 1;          // contiguous: threads along positions; channels_last: lanes of a position
   int64_t tiles = 0;      // contiguous: tiles of all samples
+  int held = 0;           // contiguous forward: vectors of a tile that a thread holds in shared memory
+  int ring_bytes = 0;     // and what they take there
   int64_t rows = 0;       // of partial sums
   double floor = 0;       // what no result may fall below: 0 for ReLU, else minus infinity; where no chain is walked
   void* table = nullptr;  // [2][c] of weight and bias in the type of sums; null: each block makes its own

@@ -9,22 +9,32 @@ namespace kgopt {
 namespace {
 
 template <typename T, int kVec, Chain kChain>
-__global__ void __launch_bounds__(256, 2) channel_norm_planes_kernel(const __grid_constant__ ChannelNormParams p) {
+__global__ void __launch_bounds__(256, 3) channel_norm_planes_kernel(const __grid_constant__ ChannelNormParams p) {
   using Acc = acc_t<T>;
   extern __shared__ __align__(16) unsigned char raw[];
-  Acc* const shared = reinterpret_cast<Acc*>(raw);
+  Acc* const shared = reinterpret_cast<Acc*>(raw + p.ring_bytes);
   const ChannelAffine<Acc> affine(p, shared);
   Acc* const scratch = ChannelAffine<Acc>::behind(p, shared);
   const T* const x = static_cast<const T*>(p.x);
   T* const y = static_cast<T*>(p.y);
-  PlanesThread<T, kVec, kPlanesHeld> own(p);
+  PlanesThread<T, kVec, kPlanesHeld> own(p), following(p);
+  Ring<T, kVec> ring(raw, p.held);
+  following.move_to(blockIdx.x);
+  following.fetch(x, ring);
+  cp_async_commit();
   for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    own.move_to(tile);
-    Vec<T, kVec> held[kPlanesHeld];
-    own.load_held(x, held);
+    own.live = following.live;
+    own.base = following.base;
+    ring.turn();
+    if (tile + gridDim.x < p.tiles) {
+      following.move_to(tile + gridDim.x);
+      following.fetch(x, ring);
+    }
+    cp_async_commit();
+    asm volatile("cp.async.wait_group 1;" ::: "memory");  // all but the next tile's
     PositionScale<Acc> scale[kVec];
-    own.scales(x, held, scratch, scale);
-    own.for_each(x, held, [&](int64_t c, Acc(&v)[kVec]) {
+    own.scales(x, ring, scratch, scale);
+    own.for_each(x, ring, [&](int64_t c, Acc(&v)[kVec]) {
       const Acc weight = affine.weight(c), bias = affine.bias(c);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) v[j] = (v[j] - scale[j].mean) * scale[j].scale * weight + bias;
@@ -76,6 +86,8 @@ Status run_channel_norm(ChannelNormParams p, const ChannelNormPlan& plan, cudaSt
   if (p.n * p.c * p.s == 0) return Status::Ok();
   p.along = plan.along;
   p.tiles = plan.tiles;
+  p.held = plan.held;
+  p.ring_bytes = plan.ring_bytes;
   p.floor = p.act.empty() ? -std::numeric_limits<double>::infinity() : 0;
   const dim3 grid(static_cast<unsigned>(plan.blocks));
   Status status;

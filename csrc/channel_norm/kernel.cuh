@@ -1,11 +1,13 @@
 // What the forward and the backward of norms over channels share: statistics of positions, parameters, ways through x.
 //   contiguous     a block has a tile of all channels of some positions; its threads lie [channels][positions]
 //   channels_last  some lanes of a warp have a position
-// Either holds its first vectors in registers: x is read once. Channels beyond are read again, from L1 or L2.
+// Either holds its first vectors in registers: x is read once. Channels beyond are read again, from L1 or L2. The
+// contiguous forward holds them in shared memory, where those of the next tile arrive while a tile is computed.
 #pragma once
 
 #include "channel_norm/plan.h"
 #include "common/device/dtype.cuh"
+#include "common/device/mma.cuh"
 #include "common/device/pointwise.cuh"
 #include "common/host/launch.h"
 
@@ -145,12 +147,40 @@ __device__ __forceinline__ Acc sum_over_lanes(Acc v, int lanes) {
   return v;
 }
 
+// A thread's vectors of a tile and of the next one in shared memory, [tile][vector][thread]. No other thread reads
+// them, so that none waits for another.
+template <typename T, int kVec>
+struct Ring {
+  using Slot = Vec<T, kVec>;
+  Slot* next;  // a block of one tile has this one alone
+  Slot* now;
+  int held;  // vectors of a tile
+  __device__ __forceinline__ Ring(void* shared, int held)
+      : next(static_cast<Slot*>(shared) + threadIdx.x), now(next + held * static_cast<int>(blockDim.x)), held(held) {}
+  __device__ __forceinline__ void turn() {
+    Slot* const other = now;
+    now = next;
+    next = other;
+  }
+  __device__ __forceinline__ Slot slot(int k) const { return now[k * static_cast<int>(blockDim.x)]; }
+  // Single elements have no asynchronous copies: some are of two bytes.
+  __device__ __forceinline__ void fetch(int k, const T* from) const {
+    Slot* const to = next + k * static_cast<int>(blockDim.x);
+    if constexpr (sizeof(Slot) == 16) {
+      cp_async_16(to, from);
+    } else {
+      *to = load_vec<T, kVec>(from);
+    }
+  }
+};
+
 // A thread of the contiguous kernels: kVec neighbouring positions of every deep-th channel.
 template <typename T, int kVec, int kHeld>
 struct PlanesThread {
   using Acc = acc_t<T>;
   const ChannelNormParams& p;
   int along, deep, first;
+  int mine;  // channels of this thread, at most those that are held
   int64_t per_sample;
   bool live = false;
   int64_t base = 0;  // of the first channel's values
@@ -158,6 +188,8 @@ struct PlanesThread {
   __device__ __forceinline__ explicit PlanesThread(const ChannelNormParams& params)
       : p(params), along(params.along), deep(blockDim.x / params.along), first(threadIdx.x / params.along) {
     per_sample = p.tiles / p.n;
+    const int64_t all = first < p.c ? (p.c - first - 1) / deep + 1 : 0;
+    mine = static_cast<int>(all < p.held ? all : p.held);
   }
   __device__ __forceinline__ void move_to(int64_t tile) {
     // 32 bits where they do: a division of 64 costs as much as some vectors.
@@ -177,6 +209,12 @@ struct PlanesThread {
       if (has(held_channel(k))) held[k] = load_vec<T, kVec>(from + base + held_channel(k) * p.s);
     }
   }
+  __device__ __forceinline__ void fetch(const T* from, const Ring<T, kVec>& ring) const {
+    if (!live) return;
+    const T* at = from + base + first * p.s;
+#pragma unroll 4
+    for (int k = 0; k < mine; ++k) ring.fetch(k, at + k * deep * p.s);
+  }
   // f(channel, values of x) for all channels of the thread; those of the threads that have none are left out.
   template <typename F>
   __device__ __forceinline__ void for_each(const T* x, const Vec<T, kVec> (&held)[kHeld], const F& f) const {
@@ -188,14 +226,30 @@ struct PlanesThread {
         f(held_channel(k), v);
       }
     }
+    for_each_beyond(x, kHeld, f);
+  }
+  template <typename F>
+  __device__ __forceinline__ void for_each(const T* x, const Ring<T, kVec>& ring, const F& f) const {
+    const int count = live ? mine : 0;
+#pragma unroll 4
+    for (int k = 0; k < count; ++k) {
+      Acc v[kVec];
+      unpack(ring.slot(k), v);
+      f(held_channel(k), v);
+    }
+    for_each_beyond(x, ring.held, f);
+  }
+  template <typename F>
+  __device__ __forceinline__ void for_each_beyond(const T* x, int held, const F& f) const {
 #pragma unroll 1
-    for (int64_t c = held_channel(kHeld); has(c); c += deep) {
+    for (int64_t c = held_channel(held); has(c); c += deep) {
       Acc v[kVec];
       unpack(load_vec<T, kVec>(x + base + c * p.s), v);
       f(c, v);
     }
   }
-  __device__ __forceinline__ void scales(const T* x, const Vec<T, kVec> (&held)[kHeld], Acc* shared,
+  template <typename Held>
+  __device__ __forceinline__ void scales(const T* x, const Held& held, Acc* shared,
                                          PositionScale<Acc> (&scale)[kVec]) const {
     // The statistics of a position are one thread's: a division and a root cost as much as the sums do.
     const int positions = kVec * along, at = threadIdx.x % along;

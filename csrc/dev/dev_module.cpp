@@ -770,14 +770,14 @@ py::dict plan_columns(int64_t n, int64_t c, int64_t s, int64_t g, const std::str
 }
 
 py::dict plan_channels(int64_t n, int64_t c, int64_t s, const std::string& dtype, bool backward, bool channels_last,
-                       bool aligned, int sm_count) {
+                       bool aligned, int sm_count, int sm_bytes) {
   ChannelNormParams p;
   p.n = n;
   p.c = c;
   p.s = s;
   p.dtype = parse_dtype(dtype);
   p.channels_last = channels_last;
-  const ChannelNormPlan plan = plan_channel_norm(p, backward, aligned, sm_count);
+  const ChannelNormPlan plan = plan_channel_norm(p, backward, aligned, sm_count, sm_bytes);
   py::dict out;
   out["vec"] = plan.vec;
   out["along"] = plan.along;
@@ -785,6 +785,8 @@ py::dict plan_channels(int64_t n, int64_t c, int64_t s, const std::string& dtype
   out["blocks"] = plan.blocks;
   out["tiles"] = plan.tiles;
   out["rows"] = plan.rows;
+  out["held"] = plan.held;
+  out["ring_bytes"] = plan.ring_bytes;
   out["smem_bytes"] = plan.smem_bytes;
   return out;
 }
@@ -1064,7 +1066,7 @@ void bind_norm(py::module_& m) {
   m.attr("CHANNEL_NORM_TABLE") = kChannelNormTable;
   m.def("plan_channel_norm", &plan_channels, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("dtype") = "float32",
         py::arg("backward") = false, py::arg("channels_last") = false, py::arg("aligned") = true,
-        py::arg("sm_count") = 132);
+        py::arg("sm_count") = 132, py::arg("sm_bytes") = 228 << 10);
   m.attr("SMALL_MAX_THREADS") = kSmallMaxThreads;
   m.attr("SMALL_MAX_BWD_THREADS") = kSmallMaxBwdThreads;
   m.attr("SMALL_MAX_ELEMENTS") = kSmallMaxElements;

@@ -95,6 +95,17 @@ class Modulation(Written):
         is_waiting = type(value) is Waiting and _multiplies_as_is()
         return value if is_waiting or not isinstance(value, (Waiting, Later)) else value.value()
 
+    def begin_more(self, module: Any, args: Any, kwargs: Any, owner: Any = None, *between: str) -> Any:
+        """``module(*args, **kwargs)``, a tuple, of which the first may be a value for later."""
+        given = tuple(map(self.now, args))
+        found = given_later(module, given, owner, *between, with_more=True, kwargs=kwargs)
+        if found is None:
+            return module(*given, **kwargs)
+        if type(found) is not tuple or not found or not isinstance(found[0], (Waiting, Later)):
+            return found
+        waits = type(found[0]) is Waiting and _multiplies_as_is()
+        return found if waits else (found[0].value(), *found[1:])
+
     def step(self, module: Any, value: Any, owner: Any = None, *between: str) -> Any:
         """``module(value)`` of whatever the code has there: an activation behind a norm that waits, a norm that waits
         from now on, or anything else.
@@ -211,6 +222,9 @@ class Modulation(Written):
     def _norm_then(self, later: LaterNorm, name: str, operand: Any) -> Tensor | None:
         """The norm and its activation, where nothing stands between the two."""
         is_module = isinstance(operand, nn.Module)
+        if type(later) is not LaterNorm:  # a function's call
+            prelu = operand if name == PRELU else None
+            return later.site.run_modulated(later.module, later.x, None, None, name, prelu, later.begun)
         is_new = not (is_module or self.method or isinstance(operand, _KEPT))  # a partial, a method: at each call
         if is_new or (torch.compiler.is_compiling() and name != PRELU):
             return later.site.run_modulated(later.module, later.x, None, None, name)

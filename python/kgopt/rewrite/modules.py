@@ -59,9 +59,12 @@ def does_nothing(module: Any) -> bool:
     return isinstance(module, nn.Module) and is_identity(module) and is_as_is(module) and not any_global_hooks()
 
 
-def gives_later(module: Any) -> bool:
+MORE = "norm and more"  # what a class gives later whose forward returns a tuple that begins with a norm's value
+
+
+def gives_later(module: Any, with_more: bool = False) -> bool:
     """Whether a class of ours has a second forward, ``_kgopt_later``, that may give what is no tensor yet, and calling
-    that one is all that a call of the module would do. Watching is the caller's business.
+    that one is all that a call of the module would do. Watching is the caller's business. ``with_more``: in a tuple.
     """
     cls = type(module)
     both = getattr(cls, "_kgopt_later_of", None)
@@ -69,6 +72,8 @@ def gives_later(module: Any) -> bool:
         return False
     if cls.forward is not both[0] or cls._kgopt_original.forward is not both[1]:
         return False  # it has another one, or something around it
+    if (cls._kgopt_gives == MORE) is not with_more:
+        return False
     return not is_hooked(module) and not any_global_hooks()
 
 

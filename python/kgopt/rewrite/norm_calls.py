@@ -2,7 +2,8 @@
 
 The front end for source code (:mod:`~kgopt.rewrite.source`) has :meth:`NormCall.run` called in their place, with the
 function that the code looked up and its arguments; where an activation of the result is all that is read of it,
-:meth:`NormCall.run_then`. In compiled code the function itself is called:
+:meth:`NormCall.run_then`; where products or sums follow, :meth:`NormCall.wait` or :meth:`NormCall.begin`, whose value
+waits for them as that of a module does. In compiled code the function itself is called:
 ``torch.compile(backend="kgopt")`` sees functions.
 """
 
@@ -20,6 +21,7 @@ from kgopt.rewrite.arguments import fits, is_plain
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.emit import NormArgs, call_now
 from kgopt.rewrite.sites import Site
+from kgopt.rewrite.sums import Later, LaterNorm, Waiting, adds_as_is, all_change_nothing
 from kgopt.torch_private import len_torch_function_stack
 
 _Bound = tuple[Tensor, NormArgs]
@@ -65,6 +67,20 @@ NORM_CALLS: dict[Callable[..., Any], tuple[str, str, Callable[..., _Bound | None
 }
 
 
+class LaterCall(LaterNorm):
+    """Such a call that waits; its module is the one whose code it stands in."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, site: Site, owner: Any, x: Tensor, norm: NormArgs, call: Callable[[], Any]) -> None:
+        super().__init__(owner, x, site, norm)
+        self.call = call
+
+    def value(self) -> Any:
+        """What the function gives."""
+        return self.call()
+
+
 class NormCall:
     """One such call in a method.
 
@@ -101,8 +117,49 @@ class NormCall:
         y = watching.outside_own_modes(self._run, owner, act, function, args, kwargs)
         return act(function(*args, **kwargs), *more, **named) if y is None else y
 
+    def begin(self, owner: Any, function: Any, args: Any, kwargs: Any, beside: Any = None, *between: str) -> Any:
+        """``function(*args, **kwargs)``, or its value for later. ``between``: children of the module that are called
+        while it waits.
+        """
+        later = None
+        if not torch.compiler.is_compiling() and all_change_nothing(beside, between):
+            later = watching.outside_own_modes(self._later, owner, function, args, kwargs)
+        return self.run(owner, function, *args, **kwargs) if later is None else later
+
+    def wait(self, owner: Any, function: Any, args: Any, kwargs: Any, beside: Any = None, *between: str) -> Any:
+        """The same for products and sums of tensors of one value a sample and channel."""
+        value = self.begin(owner, function, args, kwargs, beside, *between)
+        return Waiting(value) if type(value) is LaterCall else value
+
+    def now(self, value: Any) -> Any:
+        """What :meth:`begin` gave, as a tensor."""
+        return value.value() if isinstance(value, Later) else value
+
+    def _later(self, owner: Any, function: Any, args: Any, kwargs: Any) -> LaterCall | None:
+        if watching.is_watched() or not adds_as_is():
+            return None
+        chosen = self._chosen(owner, None, function, args, kwargs)
+        if chosen is None:
+            return None
+        x, norm, _ = chosen
+        return LaterCall(self.site, owner, x, norm, lambda: self.run(owner, function, *args, **kwargs))
+
     def _run(self, owner: Any, act: Any, function: Any, args: Any, kwargs: Any) -> Tensor | None:
         """By the op; None where PyTorch's code runs."""
+        chosen = self._chosen(owner, act, function, args, kwargs)
+        if chosen is None:
+            return None
+        x, norm, cast = chosen
+        if not watching.is_watched():
+            if not x.is_contiguous() and torch.is_grad_enabled():
+                x = self.site.kept(owner, norm, x)
+            return self.site.run_now(x, owner, norm, cast)
+        return self.site.run_watched(x, owner, norm, cast is not None and self.site.keeps_dtype)
+
+    def _chosen(
+        self, owner: Any, act: Any, function: Any, args: Any, kwargs: Any
+    ) -> tuple[Tensor, NormArgs, torch.dtype | None] | None:
+        """What the op is given, where the verdict says so, and autocast's dtype."""
         bound = self._bind(act, function, args, kwargs)
         found: known.Known | None = None if bound is None else known.known_of(owner)
         if bound is None or found is None or found.calls is None or not found.calls.enabled:
@@ -112,13 +169,8 @@ class NormCall:
         # Calls of one module may differ in their groups.
         name = f"{self.site.key} {norm.num_groups}"
         checks = self._bind, (act, function, args, kwargs)
-        if policy.choose(found.calls, name, found.keeps, self.site.chain, x, None, norm, cast, checks, call_now):
-            if not watching.is_watched():
-                if not x.is_contiguous() and torch.is_grad_enabled():
-                    x = self.site.kept(owner, norm, x)
-                return self.site.run_now(x, owner, norm, cast)
-            return self.site.run_watched(x, owner, norm, cast is not None and self.site.keeps_dtype)
-        return None
+        ours = policy.choose(found.calls, name, found.keeps, self.site.chain, x, None, norm, cast, checks, call_now)
+        return (x, norm, cast) if ours else None
 
     def _bind(self, act: Any, function: Any, args: Any, kwargs: Any) -> _Bound | None:
         """The op's arguments, where nobody looks on and the functions are PyTorch's own."""

@@ -374,7 +374,7 @@ class Site:
             guard_methods(norm)
             guard_methods(prelu)
         if prelu is not None:
-            slope = slope_of(prelu, x, channels_of(norm))
+            slope = slope_of(prelu, x, x.shape[1])
             if slope is None:
                 return None
             args = (x, slope, *args[2:6], other)
@@ -415,9 +415,16 @@ class Site:
         return operand.dtype is dtype or torch.promote_types(dtype, operand.dtype) is dtype
 
     def run_modulated(
-        self, norm: Any, x: Tensor, factor: Any, shift: Any, act: str = "none", prelu: Any = None
+        self,
+        norm: Any,
+        x: Tensor,
+        factor: Any,
+        shift: Any,
+        act: str = "none",
+        prelu: Any = None,
+        begun: NormArgs | bool = True,
     ) -> Tensor | None:
-        """``act(norm(x) * factor + shift)`` in one op. ``prelu``: the nn.PReLU that act is.
+        """``act(norm(x) * factor + shift)`` in one op. ``prelu``, ``begun``: as in :meth:`run_added`.
 
         Each of the two is None, or :meth:`may_modulate` said yes. None where act runs by rules of its own.
         """
@@ -425,11 +432,11 @@ class Site:
         half = autocast and x.is_cuda and self.keeps_dtype
         if autocast and (prelu is not None or (half and "softplus" in act)):
             return None
-        n = norm_args(norm, x)
+        n = begun if isinstance(begun, NormArgs) else norm_args(norm, x)
         if n is None:
             return None
         slope = None
-        if prelu is not None and (slope := slope_of(prelu, x, channels_of(norm))) is None:
+        if prelu is not None and (slope := slope_of(prelu, x, x.shape[1])) is None:
             return None
         if _is_compiling():
             guard_methods(norm)
@@ -462,12 +469,14 @@ class Site:
             return False  # PyTorch's norm gives a contiguous tensor, and what the product is depends on both
         return t.dtype is x.dtype and t.device == x.device
 
-    def run_maps(self, norm: Any, x: Tensor, factor: Any, shift: Any, act: str = "none") -> Tensor | None:
+    def run_maps(
+        self, norm: Any, x: Tensor, factor: Any, shift: Any, act: str = "none", begun: NormArgs | bool = True
+    ) -> Tensor | None:
         """``act(norm(x) * factor + shift)`` in one op, where :meth:`may_map` said yes of both.
 
         None where PyTorch's norm must see x.
         """
-        n = norm_args(norm, x)
+        n = begun if isinstance(begun, NormArgs) else norm_args(norm, x)
         if n is None:
             return None
         if type(factor) is maps.Map and type(shift) is maps.Map and factor.small.shape == shift.small.shape:

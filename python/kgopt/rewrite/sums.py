@@ -102,7 +102,8 @@ class LaterNorm(Later):
             return None
         y = self.site.run_added(self.module, self.x, other, act, prelu, self.begun)
         if y is None and self.site.may_modulate(self.module, self.x, other):
-            y = self.site.run_modulated(self.module, self.x, None, other, act, prelu)  # one value a sample and channel
+            # One value a sample and channel.
+            y = self.site.run_modulated(self.module, self.x, None, other, act, prelu, self.begun)
         return y
 
 
@@ -167,8 +168,8 @@ class Waiting:
         if self.of_maps:
             if self.shift is None or prelu is not None:
                 return None
-            return later.site.run_maps(later.module, later.x, self.factor, self.shift, act)
-        return later.site.run_modulated(later.module, later.x, self.factor, self.shift, act, prelu)
+            return later.site.run_maps(later.module, later.x, self.factor, self.shift, act, later.begun)
+        return later.site.run_modulated(later.module, later.x, self.factor, self.shift, act, prelu, later.begun)
 
     def may_take(self, operand: Any) -> bool:
         """Whether the op can multiply with, or add, an operand."""
@@ -181,17 +182,25 @@ class Waiting:
         return not self.views and self.later.site.may_map(self.later.module, self.later.x, operand)
 
 
-def given_later(module: Any, args: tuple[Any, ...], owner: Any = None, *between: str) -> Any:
+def given_later(
+    module: Any,
+    args: tuple[Any, ...],
+    owner: Any = None,
+    *between: str,
+    with_more: bool = False,
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
     """What a module gives whose forward ends in a norm, or a convolution: that one's value for later, or a tensor; None
     of any other.
 
-    ``between``: children of ``owner`` that are called while it waits.
+    ``between``: children of ``owner`` that are called while it waits. ``with_more``: of a forward that returns a tuple,
+    that tuple.
     """
-    if not gives_later(module) or not _adds_as_is() or not all_change_nothing(owner, between):
+    if not gives_later(module, with_more) or not adds_as_is() or not all_change_nothing(owner, between):
         return None
     if not torch.compiler.is_compiling() and watching.is_watched():
         return None
-    return type(module)._kgopt_later(module, *args)  # type: ignore[attr-defined]
+    return type(module)._kgopt_later(module, *args, **(kwargs or {}))  # type: ignore[attr-defined]
 
 
 def conv_later(conv: Any, x: Any) -> Later | None:
@@ -207,16 +216,21 @@ _ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in ("group", "instance")}
 def _norm_later(norm: Any, x: Any, kind: str) -> Any:
     """A norm of ours, later where it may wait and is the faster one here; else what it gives."""
     site = _ALONE[kind]
-    begun = site.begin(norm, x) if _adds_as_is() else False
+    begun = site.begin(norm, x) if adds_as_is() else False
     return LaterNorm(norm, x, site, begun) if begun else norm(x)
 
 
 class Behind(Written):
-    """An activation behind something in a method: the function that it is, and its name for the ops."""
+    """An activation behind something in a method: the function that it is, or a tensor's method by its name, and its
+    name for the ops.
+    """
 
     def __init__(self, function: Any = None, act: str = "") -> None:
         self.function, self.act = function, act
-        self.is_untouched = originals.untouched() if function is None else untouched(function)
+        if isinstance(function, str):
+            self.is_untouched = originals.untouched(*originals.methods((function,)))
+        else:
+            self.is_untouched = originals.untouched() if function is None else untouched(function)
 
     def __reduce__(self) -> Any:
         return type(self), (self.function, self.act)
@@ -224,7 +238,7 @@ class Behind(Written):
     def name_of(self, act: Any, function: Any) -> str | None:
         """What the ops call it now; None where it must run by itself. ``act`` is a module, or calls ``function``."""
         if not isinstance(act, nn.Module):
-            is_it = function is not None and function is self.function
+            is_it = function is not None and (function is self.function or isinstance(function, str))
             return self.act if is_it and self.is_untouched() else None
         if torch.compiler.is_compiling():
             guard_methods(act)
@@ -284,6 +298,28 @@ class Sum(Behind):
         if divisor is None or (_is_one(divisor) and _are_floats(a, b)):
             return y
         return y / divisor
+
+    def finish_by(self, add: Any, a: Any, b: Any) -> Any:
+        """``add(a, b)``: ``torch.add``, or the name of a tensor's method, ``add`` or ``add_``."""
+        y = self._by(add, a, b, "none")
+        if y is None:
+            a, b = (t.value() if isinstance(t, Later) else t for t in (a, b))
+            y = getattr(a, add)(b) if isinstance(add, str) else add(a, b)
+        return y
+
+    def finish_by_then(self, act: Any, add: Any, a: Any, b: Any, function: Any = None) -> Any:
+        """``act(add(a, b))``."""
+        name = self.name_of(act, function)
+        y = None if name is None else self._by(add, a, b, name, act if name == PRELU else None)
+        return act(self.finish_by(add, a, b)) if y is None else y
+
+    def _by(self, add: Any, a: Any, b: Any, act: str, prelu: Any = None) -> Tensor | None:
+        if not (isinstance(add, str) or add is torch.add) or not _adds_by_name():
+            return None
+        later, other = (a, b) if isinstance(a, Later) else (b, a)
+        if not isinstance(later, Later) or isinstance(other, Later) or (add == "add_" and later is not a):
+            return None
+        return later.plus(other, None, act, prelu)
 
     def finish_then(self, act: Any, a: Any, b: Any, function: Any = None) -> Any:
         """``act(a + b)``. ``act`` is a module, or calls ``function``."""
@@ -349,11 +385,12 @@ def _are_floats(*tensors: Any) -> bool:
     return all(type(t) is Tensor and t.is_floating_point() for t in tensors)
 
 
-_adds_as_is = originals.untouched(*originals.methods(("__add__", "__iadd__", "__truediv__")))
+adds_as_is = originals.untouched(*originals.methods(("__add__", "__iadd__", "__truediv__")))
+_adds_by_name = originals.untouched((torch, "add"), *originals.methods(("add", "add_")))
 
 
 def _may_wait(module: nn.Module) -> bool:
-    if torch.is_grad_enabled() or is_hooked(module) or any_global_hooks() or not _adds_as_is():
+    if torch.is_grad_enabled() or is_hooked(module) or any_global_hooks() or not adds_as_is():
         return False
     if watching.is_foreign_mode():
         return False

@@ -51,7 +51,7 @@ from torch import nn
 from kgopt.rewrite import classes
 from kgopt.rewrite.classes import Part, Stand
 from kgopt.rewrite.meanings import conv_of
-from kgopt.rewrite.modules import is_upsampler
+from kgopt.rewrite.modules import MORE, is_upsampler
 from kgopt.rewrite.roles import Path, Role, role_in_code
 from kgopt.rewrite.source import derived as derived
 from kgopt.rewrite.source import small as small
@@ -118,11 +118,14 @@ def _rewrite(method: Method, gives: bool = False) -> Found:
 def _giving(name: str, method: Method, role: Callable[[Path], Role | None]) -> Method | None:
     """The same forward, with the value of a norm or a convolution at its end for later; None where there is none."""
     has_norm = any(kind == "norm" or (kind, what) == ("tail", "norm") for kind, what, _ in method.used_roles.values())
+    has_norm = has_norm or calls_norms_in(method.code)
     if name != "forward" or not (has_norm or method.may_give):
         return None
     other = Method(method.code, role, parse(method.code))
     _rewrite(other, gives=True)
-    return other if other.gives else None
+    if other.gives_more and (other.may_give or other.gives):
+        return None  # now this, now that
+    return other if other.gives or other.gives_more else None
 
 
 def _inherit(method: Method, cls: type) -> list[Found]:
@@ -219,7 +222,7 @@ def rewritten_methods(cls: type, recipe: dict[str, Roles], stand: Stand) -> dict
         if giving is not None:
             made["_kgopt_later"] = rebuild(giving.code, giving.tree, giving.sites, stand(name), inside=True)
             made["_kgopt_later_of"] = function, function
-            made["_kgopt_gives"] = "conv" if giving.may_give else "norm"
+            made["_kgopt_gives"] = "conv" if giving.may_give else MORE if giving.gives_more else "norm"
             made["_kgopt_only_convolves"] = giving.only_convolves
             made["_kgopt_takes"] = function.__code__ if giving.takes else None
         if method.sites:

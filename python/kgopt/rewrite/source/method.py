@@ -55,6 +55,7 @@ class Method:
         self.sites: dict[str, Replacement] = {}
         self.used_roles: dict[str, Role] = {}
         self.gives = False  # it may return what is no tensor yet
+        self.gives_more = False  # in a tuple, as the first of several values
         self.may_give = False  # what a convolution makes
         self.takes = False  # it may be given what is no tensor yet
         self.only_convolves = False  # it pads and convolves that, and does nothing else

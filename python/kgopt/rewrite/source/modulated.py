@@ -34,11 +34,13 @@ import torch
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.meanings import describe_method
 from kgopt.rewrite.modulated import VIEWS, Modulation
+from kgopt.rewrite.modules import MORE
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.expressions import as_function, assign, call_of, evaluated_first, of_one_argument
+from kgopt.rewrite.source.expressions import as_function, assign, call_of, evaluated_first, is_plain, of_one_argument
 from kgopt.rewrite.source.maps import Maps
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
+from kgopt.rewrite.source.norm_calls import is_norm_call, parts_of, site_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
 
 _Place = tuple[list[ast.stmt], ast.stmt]  # a block, and one of its statements
@@ -55,6 +57,7 @@ class Modulations:
         self.written: dict[int, str | None] = {}  # statements, by id: the name that waits behind them
         self.beside: dict[int, list[str]] = {}  # and the children that are called while it waits
         self.nows: set[int] = set()  # those that ask for the tensor
+        self.calls: dict[int, str] = {}  # norms that are called as functions, by id: their site's name
         self._chains: list[tuple[Path, Chain]] = []
 
     def chains(self) -> list[tuple[Path, Chain]]:
@@ -135,13 +138,53 @@ class Modulations:
                 return
 
     def _normalizes(self, e: ast.Call) -> bool:
-        """A call with one argument of a norm, of a Sequential that ends in one, or of what the running code names."""
+        """A call with one argument of a norm, of a Sequential that ends in one, or of what the running code names; also
+        of a norm as a function.
+        """
+        if is_norm_call(self.method, e):
+            self.calls.setdefault(id(e), f"{self.name}_call_{len(self.calls)}")
+            return True
+        if self.gives_more(e):
+            return True
         if not e.args or e.keywords or any(isinstance(a, ast.Starred) for a in e.args):
             return False
         if self.method.path(e.func) is not None:
             kind, name, _ = self.method.what(e.func)
             return (kind == "norm" and len(e.args) == 1) or (kind, name) == ("tail", "norm")
         return self.is_open(e.func)
+
+    def gives_more(self, e: ast.Call) -> bool:
+        """A call of a module that returns a tuple, of which the first is a norm's value."""
+        path = self.method.path(e.func)
+        role = None if path is None else self.method.role(path)
+        if role is None or role[:2] != ("tail", MORE):
+            return False
+        starred = any(isinstance(a, ast.Starred) for a in e.args) or any(word.arg is None for word in e.keywords)
+        return bool(e.args) and not starred
+
+    def first_of(self, s: Any) -> str | None:
+        """The variable that gets the first value of a tuple; the others go to variables, or into a dict of the
+        method's.
+        """
+        target = s.targets[0] if isinstance(s, ast.Assign) and len(s.targets) == 1 else None
+        if not isinstance(target, ast.Tuple) or not isinstance(target.elts[0], ast.Name):
+            return None
+        name = target.elts[0].id
+        rest = [t for t in target.elts[1:] for t in (t.elts if isinstance(t, ast.Tuple) else [t])]
+        ok = all(isinstance(t, ast.Name) or self._is_item_of_a_dict(t) for t in rest)
+        again = name in {n.id for t in rest for n in ast.walk(t) if isinstance(n, ast.Name)}
+        return name if ok and not again and name not in self.method.hidden else None
+
+    def _is_item_of_a_dict(self, e: ast.expr) -> bool:
+        """``caches["norm"]``, where all that the method ever assigns to the variable is ``{}``."""
+        if not isinstance(e, ast.Subscript) or not isinstance(e.value, ast.Name) or not is_plain(e.slice):
+            return False
+        name, tree = e.value.id, self.method.tree
+        if name in self.method.hidden or any(a.arg == name for a in ast.walk(tree.args) if isinstance(a, ast.arg)):
+            return False
+        inside = [s for s in ast.walk(tree) if isinstance(s, ast.stmt) and s is not tree and not isinstance(s, ast.If)]
+        made = [s for s in inside if name in writes(s)]
+        return bool(made) and all(self.method.target(s) == name and isinstance(s.value, ast.Dict) for s in made)  # type: ignore[attr-defined]
 
     def is_open(self, e: ast.expr) -> bool:
         """What shows only when the code runs: a variable, or an item of one, that may hold a child; ``self.norms[i]``;
@@ -152,7 +195,7 @@ class Modulations:
         if isinstance(e, ast.Subscript) and is_quiet(self.method, e.slice, []):
             return self.method.path(e.value) is not None or self.is_open(e.value)
         if isinstance(e, ast.Attribute):
-            return self.is_open(e.value)
+            return e.attr not in ("add", "add_") and self.is_open(e.value)
         if not isinstance(e, ast.Call) or len(e.args) != 2 or e.keywords:
             return False
         return self.method.function(e.func) is getattr and all(is_quiet(self.method, a, []) for a in e.args)
@@ -197,6 +240,8 @@ class _Paths:
     is_shifted: bool = False
     is_acted: bool = False  # a call takes what waits
     is_given: bool = False  # it is returned
+    gives_more: bool = False  # with more
+    is_function: bool = False  # a function is the norm
     act: str = "none"
     failed: bool = False
     waits: str | None = None
@@ -208,12 +253,18 @@ class _Paths:
 
     @property
     def is_modulated(self) -> bool:
+        if self.is_function:  # with an activation alone it is no value that waits
+            return self.is_scaled or (self.is_given and not self.is_shifted)
         return self.is_scaled or ((self.is_acted or self.is_given) and not self.is_shifted)
 
     def begin(self, statement: Any, call: ast.Call) -> None:
         """The statement with the norm."""
         self.base = call
-        made = self._value(statement)
+        self.is_function = id(call) in self.of.calls
+        is_tuple = self.of.gives_more(call)
+        made = None
+        if not is_tuple or (call is statement.value and self.of.first_of(statement) is not None):
+            made = self._value(statement)
         if made is None:
             self.failed = True
             return
@@ -349,9 +400,15 @@ class _Paths:
             target = None if isinstance(s, ast.Return) else self.method.target(s)
             if whole is s.value and target is not None:
                 return _Edit(s, made, waits=target)
+            first = self.of.first_of(s) if whole is s.value and whole is self.base else None
+            if first is not None and isinstance(whole, ast.Call) and self.of.gives_more(whole):
+                return _Edit(s, made, waits=first)
             if whole is s.value and self.of.gives and (self.is_scaled or not self.is_shifted):
                 self.is_given = True
                 return _Edit(s, made)
+            if self._is_first_returned(s, whole) and (self.is_scaled or not self.is_shifted):
+                self.is_given = self.gives_more = True
+                return _Edit(s, ast.copy_location(ast.Tuple([made, *s.value.elts[1:]], ast.Load()), s.value))
             if in_place and whole is self.base:
                 return None
             old, new = whole, self.of.call("now", [made], whole)
@@ -361,9 +418,20 @@ class _Paths:
         value = new if old is s.value else _with(s.value, old, new)
         return _Edit(s, value)
 
+    def _is_first_returned(self, s: Any, e: ast.expr) -> bool:
+        """``return h, caches``, where nothing is computed beside."""
+        if not self.of.gives or not isinstance(s, ast.Return) or not isinstance(s.value, ast.Tuple):
+            return False
+        rest = [p for t in s.value.elts[1:] for p in (t.elts if isinstance(t, ast.Tuple) else [t])]
+        return bool(rest) and s.value.elts[0] is e and all(map(is_plain, rest))
+
     def _waiting(self, e: ast.expr) -> ast.expr | None:
         """An expression that may wait, as it is written; None for one that does not."""
         if e is self.base:
+            if isinstance(e, ast.Call) and id(e) in self.of.calls:
+                return waiting_call(self.method, e, self.of.calls[id(e)], "wait")
+            if isinstance(e, ast.Call) and self.of.gives_more(e):
+                return self.of.call("begin_more", parts_of(e), e)
             if isinstance(e, ast.Call) and len(e.args) > 1:
                 args = ast.copy_location(ast.Tuple(list(e.args), ast.Load()), e)
                 return self.of.call("begin_with", [e.func, args], e)
@@ -466,11 +534,16 @@ class _Paths:
         """Writes what was found."""
         of = self.of
         self.method.sites.setdefault(of.name, Modulation())
-        self.method.gives = self.method.gives or self.is_given
+        if self.is_function:
+            self.method.sites[of.calls[id(call)]] = site_of(self.method, call)
+        if self.gives_more:
+            self.method.gives_more = True
+        else:
+            self.method.gives = self.method.gives or self.is_given
         for edit in self.edits.values():
             s = edit.statement
             for node in ast.walk(edit.value):
-                if self.between and _is_begin(node, of.name):
+                if self.between and _is_begin(node, of.name, *of.calls.values()):
                     names = map(ast.Constant, dict.fromkeys(self.between))
                     more = [ast.Name(self.method.self_name, ast.Load()), *names]
                     node.args += [ast.copy_location(e, call) for e in more]  # type: ignore[attr-defined]
@@ -498,7 +571,7 @@ class _Paths:
         block.insert(at, now)
 
 
-_BEGINS = "begin", "begin_with", "step"
+_BEGINS = "begin", "begin_with", "begin_more", "step", "wait"
 
 
 def _around(e: ast.expr, parents: dict[ast.AST, ast.AST]) -> ast.AST:
@@ -517,10 +590,10 @@ def _moves(function: Any) -> bool:
     return any(function is f for f in (*_MOVES, torch.unsqueeze))
 
 
-def _is_begin(node: ast.AST, name: str) -> bool:
+def _is_begin(node: ast.AST, *names: str) -> bool:
     function = node.func if isinstance(node, ast.Call) else None
     of = function.value if isinstance(function, ast.Attribute) and function.attr in _BEGINS else None
-    return isinstance(of, ast.Name) and of.id == name
+    return isinstance(of, ast.Name) and of.id in names
 
 
 # Methods of a site that take what waits as an argument.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kgopt.rewrite.chain import PRELU
@@ -28,10 +28,35 @@ def calls_norms(cls: type) -> bool:
     return any(calls_norms_in(function) for _, function in own_methods(cls))
 
 
+def is_norm_call(method: Method, e: Any) -> bool:
+    """A call of such a function whose value may wait: its tensor is the first argument."""
+    if not isinstance(e, ast.Call) or not e.args or any(isinstance(a, ast.Starred) for a in e.args):
+        return False
+    return all(word.arg is not None for word in e.keywords) and _norm_of(method, e) is not None
+
+
+def site_of(method: Method, call: ast.Call) -> NormCall:
+    """What such a call is replaced with."""
+    return NormCall(_norm_of(method, call))
+
+
+def waiting_call(method: Method, call: ast.Call, site: str, verb: str, more: Sequence[ast.expr] = ()) -> ast.Call:
+    """``site.verb(self, F.group_norm, (x, 8), {"eps": eps}, *more)``."""
+    owner = ast.Name(method.self_name, ast.Load())
+    return call_of(site, verb, [owner, *parts_of(call), *more], call)
+
+
+def parts_of(call: ast.Call) -> list[ast.expr]:
+    """``F.group_norm, (x, 8), {"eps": eps}``."""
+    words = ast.Dict([ast.Constant(w.arg) for w in call.keywords], [w.value for w in call.keywords])
+    return [call.func, ast.Tuple(call.args, ast.Load()), words]
+
+
 def replace_norm_calls(method: Method) -> bool:
     """``F.group_norm(x, ...)`` becomes ``site.run(self, F.group_norm, x, ...)``, and ``F.silu(F.group_norm(x, ...))``
-    ``site.run_then(self, F.silu, F.group_norm, x, ...)``. Whether there was one.
+    ``site.run_then(self, F.silu, F.group_norm, x, ...)``. Whether there was one, those that wait included.
     """
+    is_any = any(isinstance(site, NormCall) for site in method.sites.values())
     calls = list(_calls_in(method.tree.body))
     norms = {call: function for call in calls if (function := _norm_of(method, call)) is not None}
     if norms:
@@ -49,7 +74,7 @@ def replace_norm_calls(method: Method) -> bool:
             method.sites[name] = NormCall(function, *act)
             made = call_of(name, "run_then", [owner, call.func, norm.func], call)
         call.func, call.args, call.keywords = made.func, [*made.args, *norm.args], norm.keywords
-    return bool(norms)
+    return is_any or bool(norms)
 
 
 def _norm_of(method: Method, call: ast.Call) -> Any:

@@ -9,7 +9,10 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from kgopt.rewrite.chain import Chain
+from kgopt.rewrite.meanings import describe_method
 from kgopt.rewrite.roles import Path
 from kgopt.rewrite.source.expressions import (
     as_function,
@@ -23,8 +26,11 @@ from kgopt.rewrite.source.expressions import (
 )
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
+from kgopt.rewrite.source.norm_calls import is_norm_call, site_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
 from kgopt.rewrite.sums import Activated, Sum
+
+_OPERANDS = {"finish": 2, "finish_in_place": 2, "finish_by": 3}  # of a sum without a division
 
 
 class Sums:
@@ -70,48 +76,87 @@ class Sums:
                 return
             self._write_sum(statement, *found)
 
-    def _sums_of_calls(self, e: ast.AST) -> Iterator[tuple[ast.BinOp, ast.expr]]:
+    def _sums_of_calls(self, e: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
         """Sums in an expression, and which side of each is the call."""
         if isinstance(e, SCOPES):
             return
-        if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Add):
-            if self._can_wait(e.right):
-                yield e, e.right
-            elif self._can_wait(e.left) and self._may_run_beside(e.left, e.right, []):
-                yield e, e.left
+        sides = self._addition(e)
+        if sides is not None:
+            left, right, _ = sides
+            if self._can_wait(self._passed_on(right)):
+                yield e, right  # type: ignore[misc]
+            elif self._can_wait(inner := self._passed_on(left)) and self._may_run_beside(inner, right, []):
+                yield e, left  # type: ignore[misc]
         for child in ast.iter_child_nodes(e):
             yield from self._sums_of_calls(child)
+
+    def _addition(self, e: Any) -> tuple[ast.expr, ast.expr, list[ast.expr]] | None:
+        """The sides of ``a + b``, ``torch.add(a, b)``, ``a.add(b)`` or ``a.add_(b)``, and how the site is told of a
+        function.
+        """
+        if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Add):
+            return e.left, e.right, []
+        if not isinstance(e, ast.Call) or any(isinstance(a, ast.Starred) for a in e.args):
+            return None
+        if self.method.function(e.func) is torch.add:
+            given = [*e.args, *(word.value for word in e.keywords)]
+            names = [word.arg for word in e.keywords]
+            return (given[0], given[1], [e.func]) if names == ["input", "other"][len(e.args) :] else None
+        is_method = isinstance(e.func, ast.Attribute) and e.func.attr in ("add", "add_")
+        if not is_method or len(e.args) != 1 or e.keywords or self.method.path(e.func) is not None:
+            return None
+        return e.func.value, e.args[0], [ast.copy_location(ast.Constant(e.func.attr), e)]  # type: ignore[attr-defined]
+
+    def _passed_on(self, e: ast.expr) -> ast.expr:
+        """What ``self.drop_path(self.norm(h))`` may only pass on."""
+        while isinstance(e, ast.Call) and len(e.args) == 1 and not e.keywords:
+            path = self.method.path(e.func)
+            role = self.method.role(path) if path else None
+            if role is None or role[0] != "same":
+                break
+            e = e.args[0]
+        return e
 
     def _may_run_beside(self, call: ast.expr, e: ast.expr, between: list[str]) -> bool:
         """Whether an expression may be evaluated while the value of ``call`` waits; it calls children ``between``."""
         if is_plain(e):
             return True
         kind, name, _ = self.method.what(call.func)  # type: ignore[attr-defined]
-        return (kind == "norm" or (kind, name) == ("tail", "norm")) and is_quiet(self.method, e, between)
+        is_norm = kind == "norm" or (kind, name) == ("tail", "norm")
+        return (is_norm or is_norm_call(self.method, call)) and is_quiet(self.method, e, between)
 
     def _can_wait(self, e: ast.expr) -> bool:
-        """A call with one argument of a convolution, or of something in a local variable."""
+        """A call with one argument of a convolution, or of something in a local variable; a norm as a function."""
+        if is_norm_call(self.method, e):
+            return True
         if not isinstance(e, ast.Call) or not of_one_argument(e):
             return False
         if self.method.path(e.func) is not None:
             return self.method.what(e.func)[0] in ("conv", "norm", "tail")
         return isinstance(e.func, ast.Name) and e.func.id in self.method.locals and e.func.id not in self.method.hidden
 
-    def _write_sum(self, statement: ast.stmt, e: ast.BinOp, call: ast.expr) -> None:
+    def _write_sum(self, statement: ast.stmt, e: ast.expr, side: ast.expr) -> None:
+        sides, call = self._addition(e), self._passed_on(side)
+        assert sides is not None
         assert isinstance(call, ast.Call)
+        left, right, how = sides
         name = self._new_sum(call)
         between: list[str] = []
-        if call is e.left:
-            self._may_run_beside(call, e.right, between)
-        begin = self._begin(name, call, between)
-        operands = [begin if side is call else side for side in (e.left, e.right)]
-        replace(statement, e, call_of(name, "finish", operands, e))
+        if side is left:
+            self._may_run_beside(call, right, between)
+        begin: ast.expr = self._begin(name, call, between)
+        if side is not call:
+            begin = self._through(name, side, {id(call): begin})
+        operands = [begin if s is side else s for s in (left, right)]
+        replace(statement, e, call_of(name, "finish_by" if how else "finish", [*how, *operands], e))
 
     def _sum_of_names(self, body: list[ast.stmt], k: int) -> None:
         """``h = self.conv(h)``, some harmless statements, ``(x + h) / self.scale`` or ``h += x``."""
         target = self.method.target(body[k])
         call = getattr(body[k], "value", None)
-        if target is None or call is None or not self._can_wait(call) or self.method.path(call.func) is None:
+        if target is None or call is None or not self._can_wait(call):
+            return
+        if self.method.path(call.func) is None and not is_norm_call(self.method, call):
             return
         between: list[str] = []
         early: list[ast.stmt] = []  # statements that may read the value
@@ -126,13 +171,13 @@ class Sums:
             elif target in writes(body[last]) or not self._is_harmless(body[last], between):
                 return
             last += 1
-        if last == len(body) or not isinstance(body[last], (ast.Assign, ast.AnnAssign, ast.Return, ast.AugAssign)):
+        if last == len(body):
             return
         statement: Any = body[last]
-        if isinstance(statement, ast.AugAssign):
+        if isinstance(statement, (ast.AugAssign, ast.Expr)):
             self._add_in_place(body[k], body, last, between, early)
-            return
-        self._add_names(body[k], statement, between, early)
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) and statement.value is not None:
+            self._add_names(body[k], statement, between, early)
 
     def _add_names(self, first: Any, statement: Any, between: list[str], early: list[ast.stmt]) -> bool:
         """Writes the sum that a statement computes of what the first one calls; whether it is one."""
@@ -144,12 +189,13 @@ class Sums:
         dead = anew or target not in liveness(self.method.tree.body).after.get(id(statement), set())
         if found is None or len(read) != 1 or not dead or not evaluated_first(statement.value, found[0]):
             return False
-        whole, sides, divisor = found
+        whole, sides, divisor, how = found
         name = self._new_sum(call)
         replace(first, call, self._begin(name, call, between))
         self._read_now(name, early, target)
-        sides = [self._through(name, s) for s in sides]
-        replace(statement, whole, call_of(name, "finish", [*sides, *([divisor] if divisor is not None else [])], whole))
+        sides = [self._through(name, s) if self._is_passed(s, target) else s for s in sides]
+        rest = [divisor] if divisor is not None else []
+        replace(statement, whole, call_of(name, "finish_by" if how else "finish", [*how, *sides, *rest], whole))
         return True
 
     def _sum_in_branch(
@@ -169,7 +215,7 @@ class Sums:
             if self._reads_in_branch(statement, target) or self._passes(statement, target):
                 early.append(statement)
             elif target in reads(statement):
-                in_place = isinstance(statement, ast.AugAssign)
+                in_place = isinstance(statement, (ast.AugAssign, ast.Expr))
                 if in_place:
                     done = self._add_in_place(body[k], branch.body, i, between, early)
                 else:
@@ -204,50 +250,70 @@ class Sums:
     def _add_in_place(
         self, first: Any, body: list[ast.stmt], last: int, between: list[str], early: list[ast.stmt]
     ) -> bool:
-        """``h += x``, where h is what the first statement's call gave; whether it is so."""
+        """``h += x`` or ``h.add_(x)``, where h is what the first statement's call gave; whether it is so."""
         statement: Any = body[last]
-        if not isinstance(statement.op, ast.Add) or not isinstance(statement.target, ast.Name):
+        how: list[ast.expr] = []
+        if isinstance(statement, ast.Expr):
+            sides = self._addition(statement.value)
+            if sides is None or not (
+                sides[2] and isinstance(sides[2][0], ast.Constant) and sides[2][0].value == "add_"
+            ):
+                return False
+            target, added, how = sides
+        else:
+            target, added = statement.target, statement.value
+            if not isinstance(statement.op, ast.Add):
+                return False
+        if not isinstance(target, ast.Name) or target.id != self.method.target(first):
             return False
-        if statement.target.id != self.method.target(first) or not is_plain(statement.value):
-            return False
-        if statement.target.id in reads(statement.value):
+        if not is_plain(added) or target.id in reads(added):
             return False
         call = first.value
         name = self._new_sum(call)
         replace(first, call, self._begin(name, call, between))
-        self._read_now(name, early, statement.target.id)
-        read = ast.copy_location(ast.Name(statement.target.id, ast.Load()), statement)
-        result = call_of(name, "finish_in_place", [read, statement.value], statement.value)
-        body[last] = assign(statement.target.id, result, statement)
+        self._read_now(name, early, target.id)
+        read = ast.copy_location(ast.Name(target.id, ast.Load()), statement)
+        result = call_of(name, "finish_by" if how else "finish_in_place", [*how, read, added], statement.value)
+        body[last] = assign(target.id, result, statement)
         return True
 
     def _begin(self, name: str, call: Any, between: list[str]) -> ast.Call:
         more = [ast.Name(self.method.self_name, ast.Load()), *map(ast.Constant, between)] if between else []
         for e in more:
             ast.copy_location(e, call)
+        if is_norm_call(self.method, call):
+            site = f"_kgopt_norm_{len(self.method.sites)}"
+            self.method.sites[site] = site_of(self.method, call)
+            return waiting_call(self.method, call, site, "begin", more)
         return call_of(name, "begin", [call.func, call.args[0], *more], call)
 
     def _sum_with(
         self, value: ast.expr, name: str, call: ast.expr, between: list[str]
-    ) -> tuple[ast.expr, list[ast.expr], ast.expr | None] | None:
-        """The sum of a variable and something plain, perhaps divided by an attribute, and its parts."""
+    ) -> tuple[ast.expr, list[ast.expr], ast.expr | None, list[ast.expr]] | None:
+        """The sum of a variable and something plain, perhaps divided by an attribute, its parts, how it is written."""
         for e in ast.walk(value):
             divisor = None
             inner = e
             if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Div) and isinstance(e.right, ast.Attribute):
                 inner, divisor = e.left, e.right
-            if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Add):
-                sides = [inner.left, inner.right]
+            found = self._addition(inner)
+            if found is not None and not (found[2] and divisor is not None):
+                sides, how = [*found[:2]], found[2]
                 named = [self._is_passed(s, name) for s in sides]
                 others = [s for s, passed in zip(sides, named, strict=True) if not passed]
                 plain = all(self._may_run_beside(call, s, between) for s in others)
                 if any(named) and plain and (divisor is None or is_plain(divisor)):
                     assert isinstance(e, ast.expr)
-                    return e, sides, divisor
+                    return e, sides, divisor, how
         return None
 
-    def _through(self, name: str, e: ast.expr) -> ast.expr:
-        return call_of(name, "skip", [e.func, self._through(name, e.args[0])], e) if isinstance(e, ast.Call) else e
+    def _through(self, name: str, e: ast.expr, begun: dict[int, ast.expr] | None = None) -> ast.expr:
+        """Calls of modules that may do nothing, around a variable or a call, which ``begun`` has by its id."""
+        if begun is not None and id(e) in begun:
+            return begun[id(e)]
+        if not isinstance(e, ast.Call):
+            return e
+        return call_of(name, "skip", [e.func, self._through(name, e.args[0], begun)], e)
 
     def _is_passed(self, e: Any, name: str) -> bool:
         """A variable, or ``self.drop_path(h)``, which may do nothing."""
@@ -294,6 +360,8 @@ class Sums:
         for call in list(ast.walk(statement.value)):
             if isinstance(call, ast.Call) and call.args and self._is_sum(call.args[0]):
                 self._join(call, call.args[0])
+            elif isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and self._is_sum(call.func.value):
+                self._join(call, call.func.value)
 
     def _act_behind(
         self,
@@ -306,9 +374,12 @@ class Sums:
         name = self.method.target(first)
         total = getattr(first, "value", None)
         call = second.value if isinstance(second, (ast.Assign, ast.Return)) else None
-        if name is None or not is_total(total) or not isinstance(call, ast.Call) or not call.args:
+        if name is None or not is_total(total) or not isinstance(call, ast.Call):
             return False
-        if not isinstance(call.args[0], ast.Name) or call.args[0].id != name or len(reads(call) & {name}) != 1:
+        is_method = isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)
+        is_method = is_method and call.func.value.id == name  # type: ignore[attr-defined]
+        read: Any = call.func.value if is_method else call.args[0] if call.args else None  # type: ignore[attr-defined]
+        if not isinstance(read, ast.Name) or read.id != name or len(reads(call) & {name}) != 1:
             return False
         if sum(isinstance(n, ast.Name) and n.id == name for n in ast.walk(call)) != 1:
             return False
@@ -316,19 +387,25 @@ class Sums:
             return False  # the sum may be read later
         if any(self.method.may_catch(n) for n in ast.walk(self.method.tree)):
             return False  # so may what handles an error
-        return join(call, total)
+        if is_method:
+            call.func.value = total  # type: ignore[attr-defined]
+        if join(call, total):
+            return True
+        if is_method:
+            call.func.value = read  # type: ignore[attr-defined]
+        return False
 
     def _is_sum(self, e: Any) -> bool:
-        if not isinstance(e, ast.Call) or not isinstance(e.func, ast.Attribute) or len(e.args) != 2:
+        if not isinstance(e, ast.Call) or not isinstance(e.func, ast.Attribute):
             return False
         owner = e.func.value
         made = self.method.sites.get(owner.id) if isinstance(owner, ast.Name) else None
-        return isinstance(made, Sum) and e.func.attr in ("finish", "finish_in_place")
+        return isinstance(made, Sum) and len(e.args) == _OPERANDS.get(e.func.attr)
 
     def _join(self, call: ast.Call, total: Any) -> bool:
         """Turns ``act(total)`` into one call of the sum; whether it did."""
         name = total.func.value.id
-        found = self._activation(call)
+        found = self._activation(call, total)
         if found is None:
             return False
         act, more, function, known = found
@@ -340,8 +417,18 @@ class Sums:
             self._norms[name] = *self._norms[name][:2], known
         return True
 
-    def _activation(self, call: ast.Call) -> tuple[ast.expr, list[ast.expr], Any, str] | None:
-        """Of ``act(x)``: what to call, the function that this calls, as code and itself, and its name for the ops."""
+    def _activation(
+        self, call: ast.Call, value: ast.expr | None = None
+    ) -> tuple[ast.expr, list[ast.expr], Any, str] | None:
+        """Of ``act(x)``: what to call, the function that this calls, as code and itself, and its name for the ops. Of
+        ``value.act()`` the function is the method's name.
+        """
+        if isinstance(call.func, ast.Attribute) and call.func.value is value:
+            name = call.func.attr
+            node = describe_method(name, *self.method.constants(call))
+            if node is None or node.kind != "act":
+                return None
+            return as_function(call, name), [ast.Constant(name)], name, node.name
         if self.method.path(call.func) is not None:
             kind, name, _ = self.method.what(call.func)
             return (call.func, [], None, name) if kind == "act" and of_one_argument(call) else None
