@@ -78,7 +78,7 @@ def optimized(module, monkeypatch):
         ("norm, prelu", lambda: nn.Sequential(nn.InstanceNorm3d(2, affine=True), nn.PReLU()), 43, 8),
         ("conv, norm, act", _block, 58, 10),
         ("norm, sum, act", lambda: _Residual(nn.LeakyReLU()), 48, 10),
-        ("norm, sum, prelu", lambda: _Residual(nn.PReLU()), 54, 8),
+        ("norm, sum, prelu", lambda: _Residual(nn.PReLU()), 55, 8),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )

@@ -155,10 +155,22 @@ def norms_in(net, *args):
     return ours, sum(name in theirs or name.startswith("aten::_native_batch_norm") for name in seen.names)
 
 
+def has_gradients_of_a_bias_alone():
+    """Not PyTorch's own GroupNorm in 2.13 on the CPU: "tensor does not have a device"."""
+    bias = torch.randn(4, requires_grad=True)
+    try:
+        F.group_norm(torch.randn(2, 4, 3, requires_grad=True), 2, None, bias).sum().backward()
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("make", NETWORKS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("train", [False, True])
 def test_values_and_gradients(make, train):
     """In training such a call ran PyTorch's code, the slowest kernel of a whole step."""
+    if make is InBranches and train and not has_gradients_of_a_bias_alone():
+        pytest.skip("this torch has no gradient of a bias without a weight")
     net, original = (m.train(train) for m in pair(make))
     check(net, original)
     ours, theirs = norms_in(net, torch.randn(2, 4, 5, 6, dtype=torch.float64))
