@@ -7,6 +7,7 @@
 
 #include "conv3d/choice/choice.h"
 #include "conv3d/gradients/few_dgrad/plan.h"
+#include "conv3d/gradients/few_march/plan.h"
 #include "conv3d/gradients/few_wgrad/plan.h"
 #include "conv3d/gradients/head/plan.h"
 #include "conv3d/gradients/wgrad/cost.h"
@@ -57,15 +58,17 @@ struct ConvGradientsChoice {
   }
 };
 
-// Both gradients for few channels of a dy that is made from x. The kernel for dweight gives dx, too, or stores dy of
-// some samples at a time for a second one.
+// Both gradients for few channels of a dy that is made from x. One kernel marches through x and gives both; where it
+// refuses, the kernel for dweight gives dx, too, or stores dy of some samples at a time for a second one.
 struct MadeGradientPlans {
+  FewMarchPlan march;
   FewWgradPlan dweight;
   FewDgradPlan dx;
   int64_t samples = 1;                            // of a turn
   const char* why_apart = "dx is not asked for";  // null where dweight's kernel gives dx
 
   const char* refusal(bool with_dx) const {
+    if (!march.refusal) return nullptr;
     return dweight.refusal || !with_dx || !why_apart ? dweight.refusal : dx.refusal;
   }
 };
@@ -76,12 +79,18 @@ inline constexpr double kTurnCycles = 60000;         // that a turn more takes, 
 // `most_samples` of dy may be stored at a time.
 inline MadeGradientPlans plan_made_gradients(ConvProblem problem, const DeviceLimits& limits, bool with_dx,
                                              int64_t most_samples) {
+  if (with_dx) {
+    MadeGradientPlans plans;
+    plans.march = plan_few_march(problem, limits);
+    if (!plans.march.refusal) return plans;
+  }
   const FewWgradPlan both = plan_few_wgrad_dx(problem, limits);
   const int64_t n = problem.n, least = with_dx ? (n + most_samples - 1) / most_samples : 1;
   MadeGradientPlans best;
   double least_cycles = -1;
   for (int64_t turns = least; turns <= std::min(n, least == 1 ? 1 : least + kMoreTurns); ++turns) {
     MadeGradientPlans plans;
+    plans.march.refusal = "another kernel is the choice";
     problem.n = plans.samples = (n + turns - 1) / turns;
     plans.dweight = plan_few_wgrad(problem, limits, /*makes_dy=*/true);
     plans.dx = plan_few_dgrad(problem, limits, /*dy_is_made=*/true);
