@@ -7,18 +7,20 @@
 namespace kgopt {
 namespace {
 
-template <typename Element, int kTiles>
+template <typename Element, int kInputs, int kTiles>
 Status launch_instance(const FewMarchParams& p, cudaStream_t stream) {
-  return launch_after<conv_few_march_kernel<Element, kTiles>>(false, "conv_few_march_kernel", dim3(p.plan.blocks),
-                                                              kFewMarchThreads, p.plan.smem_bytes, stream, p);
+  constexpr auto kernel = conv_few_march_kernel<Element, kInputs, kTiles>;
+  return launch_after<kernel>(false, "conv_few_march_kernel", dim3(p.plan.blocks), kFewMarchThreads, p.plan.smem_bytes,
+                              stream, p);
 }
 
 template <typename Element>
 Status launch(const FewMarchParams& p, cudaStream_t stream) {
-  switch (p.plan.tiles) {
-    case 2: return launch_instance<Element, 2>(p, stream);
-    case 3: return launch_instance<Element, 3>(p, stream);
-    case 4: return launch_instance<Element, 4>(p, stream);
+  switch (p.plan.inputs * 10 + p.plan.tiles) {
+    case 33: return launch_instance<Element, 3, 3>(p, stream);
+    case 34: return launch_instance<Element, 3, 4>(p, stream);
+    case 43: return launch_instance<Element, 4, 3>(p, stream);
+    case 44: return launch_instance<Element, 4, 4>(p, stream);
     default: return Status::Unsupported("conv_few_march_kernel", "no instance for these channels");
   }
 }

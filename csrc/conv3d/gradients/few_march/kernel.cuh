@@ -49,14 +49,43 @@ __device__ __forceinline__ void multiply(float (&d)[kN / 2], uint64_t a_descript
   }
 }
 
-// Of a left operand whose rows are 16 bytes apart, `to_next` bytes between the halves of a step of K; adding a number of
-// rows moves it.
-__device__ __forceinline__ uint32_t left_operand(uint32_t address, int to_next) {
-  return address >> 4 | uint32_t(to_next) >> 4 << 16;
+// Of a left operand whose rows are 16 bytes apart and that begins, in units of 16 bytes, at `at` and what the plan says.
+__device__ __forceinline__ uint64_t left_descriptor(uint32_t at, uint32_t operand) {
+  return (at + operand) | uint64_t(128 >> 4) << 32;
 }
-__device__ __forceinline__ uint64_t left_descriptor(uint32_t low) { return low | uint64_t(128 >> 4) << 32; }
-__device__ __forceinline__ uint64_t right_descriptor(uint32_t address) {
-  return wgmma_b_descriptor(address) | uint64_t(256 >> 4) << 32;
+
+// Of a right operand in blocks as in common/device/wgmma.cuh, by the low word.
+__device__ __forceinline__ uint64_t right_descriptor(uint32_t low) { return low | uint64_t(256 >> 4) << 32; }
+
+// A tile of y. `first`: its place in the first plane of x; kSteps: those of a plane, or 0.
+template <int kTiles, int kSteps>
+__device__ __forceinline__ void multiply_x(float (&y)[kTiles * 4], const FewMarchPlan& plan, int d, uint32_t first,
+                                           uint32_t weights) {
+  constexpr int kBlock = kTiles * 256 / 16;
+  const int steps = kSteps > 0 ? kSteps : plan.plane_steps;
+#pragma unroll 1
+  for (int kd = 0; kd < plan.kernel[0]; ++kd, weights += steps * kBlock) {
+    const uint32_t at = first + (d + kd) % kFewMarchPlanes * plan.x_plane;
+#pragma unroll(kSteps > 0 ? kSteps : 1)
+    for (int i = 0; i < steps; ++i) {
+      multiply<WgmmaType::kTf32, kTiles * 8>(y, left_descriptor(at, plan.y_operands[i]),
+                                             right_descriptor(weights + i * kBlock), kd + i > 0);
+    }
+  }
+}
+
+// Adds to a warpgroup's tiles of dx. Where there are fewer, the last one is multiplied again.
+__device__ __forceinline__ void multiply_dy(float (&dx)[kFewMarchDxTiles][8], const FewMarchPlan& plan, int group,
+                                            uint32_t first, uint32_t weights) {
+#pragma unroll 1
+  for (int step = 0; step < plan.dx_steps; ++step, weights += 512 / 16) {
+#pragma unroll
+    for (int i = 0; i < kFewMarchDxTiles; ++i) {
+      const int tile = min(group + i * kFewMarchGroups, plan.dx_tiles - 1);
+      multiply<WgmmaType::kFp16, 16>(dx[i], left_descriptor(first + tile * kFewMarchRows, plan.dx_operands[step]),
+                                     right_descriptor(weights), true);
+    }
+  }
 }
 
 // The power of two that brings values of this size, given as bits, below 2^15.
@@ -77,7 +106,7 @@ __device__ __forceinline__ uint32_t block_size(float v, uint32_t* scratch) {
 }  // namespace few_march
 #endif
 
-template <typename Element, int kTiles>
+template <typename Element, int kInputs, int kTiles>
 __global__ void __launch_bounds__(kFewMarchThreads, 2)
     conv_few_march_kernel(const __grid_constant__ FewMarchParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -88,7 +117,6 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2)
   const FewMarchLayout layout = few_march_layout(plan);
   float4* const rows = reinterpret_cast<float4*>(smem + layout.rows);
   int2* const taps = reinterpret_cast<int2*>(smem + layout.taps);
-  uint32_t* const operands = reinterpret_cast<uint32_t*>(smem + layout.operands);
   int* const places = reinterpret_cast<int*>(smem + layout.places);
   char* const valid = smem + layout.valid;
   uint32_t* const scratch = reinterpret_cast<uint32_t*>(smem + layout.scratch);
@@ -96,8 +124,10 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2)
   const int g = lane >> 2, t = lane & 3;
   const int pitch = plan.pitch, width = plan.kernel[2], plane_taps = plan.kernel[1] * width;
   const int lead = width - 1, plane_bytes = plan.x_plane * 16, octet_bytes = plan.dy_octet * 16;
-  const int plane_steps = (plane_taps + 1) / 2;
+  const int plane_steps = plan.plane_steps;
   const uint32_t smem_at = shared_address(smem);
+  const uint32_t y_weights = wgmma_b_descriptor(smem_at + layout.y_weights);
+  const uint32_t dx_weights = wgmma_b_descriptor(smem_at + layout.dx_weights);
 
   wait_for_prerequisites();
   // What products read and nobody writes must be finite.
@@ -113,7 +143,7 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2)
   };
   float size = 0.f;
 #pragma unroll 1
-  for (int i = tid; i < plan.y_steps * kTiles * 64; i += kFewMarchThreads) {
+  for (int i = tid; i < plan.kernel[0] * plane_steps * kTiles * 64; i += kFewMarchThreads) {
     const int word = i % 4, column = i / 4 % 8, part = i / 32 % 2, tile = i / 64 % kTiles, step = i / 64 / kTiles;
     const int tap = step % plane_steps * 2 + part;
     const float v = tap < plane_taps ? weight(tile * 8 + column, word, step / plane_steps, tap) : 0.f;
@@ -128,29 +158,17 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2)
     const float v = octet < kTiles ? weight(c, column % 4, column / 4, plane_taps - 1 - pair % plane_taps) : 0.f;
     reinterpret_cast<__half*>(smem + layout.dx_weights)[i] = __float2half_rn(v * weight_scale);
   }
-  auto place_of = [&](int tap) { return tap / width * pitch + tap % width; };
 #pragma unroll 1
-  for (int i = tid; i < kFewMarchMTiles * 2 * 4; i += kFewMarchThreads) {
+  for (int i = tid; i < plan.halves * kFewMarchLeft; i += kFewMarchThreads) {
     const int tap = max(few_march_tap(plan, i), 0);
-    taps[i] = {tap / plane_taps, place_of(tap % plane_taps) * 16};
-  }
-#pragma unroll 1
-  for (int i = tid; i < plan.y_steps; i += kFewMarchThreads) {
-    const int tap = i % plane_steps * 2, from = place_of(tap), to = tap + 1 < plane_taps ? place_of(tap + 1) : from + 1;
-    operands[i] = left_operand(from * 16, (to - from) * 16);
-  }
-#pragma unroll 1
-  for (int i = tid; i < plan.dx_steps; i += kFewMarchThreads) {
-    auto at = [&](int pair) { return pair / plane_taps * octet_bytes + place_of(pair % plane_taps) * 16; };
-    const int from = at(2 * i), to = 2 * i + 1 < kTiles * plane_taps ? at(2 * i + 1) : from + 16;
-    operands[plan.y_steps + i] = left_operand(smem_at + layout.dy + from, to - from);
+    const int row = tap % plane_taps / width;
+    taps[i] = {tap / plane_taps, (row * pitch + tap % width) * 16};
   }
 
-  // This warp's part of dweight: up to kFewMarchMTiles tiles of 16 (tap, channel) pairs, and every so many positions.
+  // This warp's part of dweight: 16 taps, each channel's rows of a tile, and every so many positions.
   const int half = plan.halves == 2 ? warp & 1 : 0, share = plan.halves == 2 ? warp >> 1 : warp;
   const int shares = kFewMarchWarps / plan.halves;
-  const bool has_last = half * kFewMarchMTiles + kFewMarchMTiles <= plan.m_tiles;
-  float sums[kFewMarchMTiles][kTiles][4] = {};
+  float sums[kInputs][kTiles][4] = {};
   float scale = 1.f;
   const int in_sample = static_cast<int>(plan.slabs * plan.parts), slabs = static_cast<int>(plan.slabs);
 
@@ -177,7 +195,7 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2)
       const float next = scale_of_size(block_size(bound, scratch));
       const float change = next / scale;
 #pragma unroll
-      for (int i = 0; i < kFewMarchMTiles * kTiles * 4; ++i) sums[i / 4 / kTiles][i / 4 % kTiles][i % 4] *= change;
+      for (int i = 0; i < kInputs * kTiles * 4; ++i) sums[i / 4 / kTiles][i / 4 % kTiles][i % 4] *= change;
       scale = next;
       if (tid < kTiles * 8) rows[tid] = make_float4(row.x, row.y * scale, row.z * scale, 0.f);
     }
@@ -206,14 +224,14 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2)
       from[i] = exists ? h * static_cast<int>(p.x_stride[1]) + w : -1;
     }
     const Element* const x = static_cast<const Element*>(p.x) + n * p.x_stride_n;
-    Element loaded[kFewMarchLoads][kFewMarchInputs];
+    Element loaded[kFewMarchLoads][kInputs];
     auto load_plane = [&](int plane) {
       const int d = plane - plan.padding[0];
       const Element* const at = x + d * p.x_stride[0];
 #pragma unroll
       for (int i = 0; i < kFewMarchLoads; ++i) {
 #pragma unroll
-        for (int c = 0; c < kFewMarchInputs; ++c) {
+        for (int c = 0; c < kInputs; ++c) {
           loaded[i][c] = from_acc<Element>(0.f);
           if (c < p.c_in && from[i] >= 0 && unsigned(d) < unsigned(p.in[0])) {
             loaded[i][c] = at[c * p.x_stride_c + from[i]];
@@ -227,9 +245,9 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2)
       for (int i = 0; i < kFewMarchLoads; ++i) {
         const int at = tid + i * kFewMarchThreads;
         if (at >= plan.x_rows * pitch) continue;
-        uint32_t v[4];
+        uint32_t v[4] = {};
 #pragma unroll
-        for (int c = 0; c < 4; ++c) v[c] = to_tf32(to_acc(loaded[i][c]));
+        for (int c = 0; c < kInputs; ++c) v[c] = to_tf32(to_acc(loaded[i][c]));
         *reinterpret_cast<uint4*>(to + at * 16) = make_uint4(v[0], v[1], v[2], v[3]);
       }
     };
@@ -255,18 +273,12 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2)
 #pragma unroll 1
         for (int tile = first_tile + group; tile < end_tile; tile += kFewMarchGroups) {
           float acc[kTiles * 4];
-          uint32_t by = wgmma_b_descriptor(smem_at + layout.y_weights);
-          int step = 0;
+          const uint32_t first = (smem_at + layout.x) / 16 + tile * kFewMarchRows;
           wgmma_fence();
-#pragma unroll 1
-          for (int kd = 0; kd < plan.kernel[0]; ++kd) {
-            const uint32_t plane = (d + kd) % kFewMarchPlanes * plane_bytes;
-            const uint32_t first = (smem_at + layout.x + plane) / 16 + tile * kFewMarchRows;
-#pragma unroll 1
-            for (int j = 0; j < plane_steps; ++j, ++step, by += kTiles * 256 / 16) {
-              multiply<WgmmaType::kTf32, kTiles * 8>(acc, left_descriptor(operands[step] + first),
-                                                     by | uint64_t(256 >> 4) << 32, step > 0);
-            }
+          if (plane_steps == 5) {  // 3 x 3 taps: without a loop
+            multiply_x<kTiles, 5>(acc, plan, d, first, y_weights);
+          } else {
+            multiply_x<kTiles, 0>(acc, plan, d, first, y_weights);
           }
           wgmma_commit();
           wgmma_wait<0>();
@@ -304,18 +316,8 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2)
 #pragma unroll
           for (int i = 0; i < kFewMarchDxTiles; ++i) wgmma_use(acc[i]);
           wgmma_fence();
-          uint32_t by = wgmma_b_descriptor(smem_at + layout.dx_weights);
-#pragma unroll 1
-          for (int step = 0; step < plan.dx_steps; ++step, by += 512 / 16) {
-            const uint32_t at = operands[plan.y_steps + step];
-#pragma unroll
-            for (int i = 0; i < kFewMarchDxTiles; ++i) {
-              // Where there are fewer tiles, the last one again.
-              const int tile = min(group + i * kFewMarchGroups, plan.dx_tiles - 1);
-              multiply<WgmmaType::kFp16, 16>(acc[i], left_descriptor(at + tile * kFewMarchRows),
-                                             by | uint64_t(256 >> 4) << 32, true);
-            }
-          }
+          const uint32_t first = (smem_at + layout.dy) / 16;
+          multiply_dy(acc, plan, group, first, dx_weights);
           wgmma_commit();
           wgmma_wait<0>();
 #pragma unroll
@@ -347,11 +349,11 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2)
         }
       }
       if (there && (part == 0 || d >= begin)) {
-        int x_at[kFewMarchMTiles * 2];
+        int x_at[2];
 #pragma unroll
-        for (int i = 0; i < kFewMarchMTiles * 2; ++i) {
-          const int2 tap = taps[(half * kFewMarchMTiles * 2 + i) * 2 + (g >> 2)];
-          x_at[i] = layout.x + (d + tap.x) % kFewMarchPlanes * plane_bytes + tap.y + (g & 3) * 4 + t * 16;
+        for (int i = 0; i < 2; ++i) {
+          const int2 tap = taps[half * kFewMarchLeft + i * 8 + g];
+          x_at[i] = layout.x + (d + tap.x) % kFewMarchPlanes * plane_bytes + tap.y + t * 16;
         }
         const int steps = ((plan.dy_rows - own_row) * pitch + 7) / 8;
         const int dy_at = layout.dy + (lead + t) * 16;
@@ -373,16 +375,19 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2)
                   __half2float(*reinterpret_cast<const __half*>(of + (kTiles - 1) * octet_bytes + g * 2)));
             }
           }
+          // A thread has all channels of its two taps, at two positions.
+          uint4 a[4];
 #pragma unroll
-          for (int m = 0; m < kFewMarchMTiles; ++m) {
-            if (m == kFewMarchMTiles - 1 && !has_last) break;
-            const char* const one = smem + x_at[2 * m] + at;
-            const char* const two = smem + x_at[2 * m + 1] + at;
-            const uint32_t a[4] = {
-                *reinterpret_cast<const uint32_t*>(one), *reinterpret_cast<const uint32_t*>(two),
-                *reinterpret_cast<const uint32_t*>(one + 64), *reinterpret_cast<const uint32_t*>(two + 64)};
+          for (int i = 0; i < 4; ++i) {
+            a[i] = *reinterpret_cast<const uint4*>(smem + x_at[i % 2] + at + i / 2 * 64);
+          }
 #pragma unroll
-            for (int j = 0; j < kTiles; ++j) mma_tf32(sums[m][j], a, b[j][0], b[j][1]);
+          for (int c = 0; c < kInputs; ++c) {
+            uint32_t of[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) of[i] = c == 0 ? a[i].x : c == 1 ? a[i].y : c == 2 ? a[i].z : a[i].w;
+#pragma unroll
+            for (int j = 0; j < kTiles; ++j) mma_tf32(sums[c][j], of, b[j][0], b[j][1]);
           }
         }
       }
@@ -398,7 +403,7 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2)
     __syncthreads();
     if (turn != share) continue;
 #pragma unroll
-    for (int i = 0; i < kFewMarchMTiles * kTiles * 4; ++i) {
+    for (int i = 0; i < kInputs * kTiles * 4; ++i) {
       const float v = sums[i / 4 / kTiles][i / 4 % kTiles][i % 4] * unscale;
       shared[i * 32] = turn == 0 ? v : shared[i * 32] + v;
     }
@@ -450,8 +455,9 @@ inline __global__ void __launch_bounds__(kFewMarchSumShares * 32)
     if (lane == 0) store_as(p.dbias, channel, p.dw_dtype, sum);
     return;
   }
-  const int r = piece % 4, tile = piece / 4 % plan.tiles, m = piece / 4 / plan.tiles, g = lane / 4;
-  const int tap = few_march_tap(plan, (m * 2 + r / 2) * 2 + g / 4), c = g % 4, column = lane % 4 * 2 + r % 2;
+  const int r = piece % 4, tile = piece / 4 % plan.tiles, c = piece / 4 / plan.tiles % plan.inputs;
+  const int half = piece / 4 / plan.tiles / plan.inputs, column = lane % 4 * 2 + r % 2;
+  const int tap = few_march_tap(plan, half * kFewMarchLeft + r / 2 * 8 + lane / 4);
   const bool paired = tile < plan.tiles / 2 * 2;
   const int c_out = paired ? tile / 2 * 16 + column * 2 + tile % 2 : tile * 8 + column;
   if (tap < 0 || c >= p.c_in || c_out >= p.c_out) return;

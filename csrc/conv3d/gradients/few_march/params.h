@@ -16,18 +16,20 @@ inline constexpr int kFewMarchWarps = kFewMarchThreads / 32;
 inline constexpr int kFewMarchInputs = 4;   // channels of x, at most: 16 bytes a position
 inline constexpr int kFewMarchDepth = 3;    // taps of the depth, at most
 inline constexpr int kFewMarchTaps = 27;    // at most
+inline constexpr int kFewMarchPlaneSteps = (kFewMarchTaps + 1) / 2, kFewMarchDxSteps = 4 * kFewMarchTaps / 2;
 inline constexpr int kFewMarchPlanes = 4;   // of x in shared memory
 inline constexpr int kFewMarchRows = 64;    // positions of a warpgroup's product
 inline constexpr int kFewMarchDxTiles = 4;  // of as many positions that a warpgroup has, at most
 inline constexpr int kFewMarchLoads = 3;    // positions of a plane of x that a thread loads, at most
-inline constexpr int kFewMarchMTiles = 4;   // of 16 (tap, channel) pairs that a warp has, at most
+inline constexpr int kFewMarchLeft = 16;    // taps of dweight that a warp has, of each channel
 
 // Plain numbers, computed on the host, inspectable without a GPU.
 struct FewMarchPlan {
   const char* refusal = nullptr;  // why this kernel cannot run it; null when it can
   int kernel[3] = {1, 1, 1};
   int padding[3] = {0, 0, 0};
-  int tiles = 1;      // of 8 output channels
+  int inputs = 3;     // channels of x that there are products for, 3 or 4
+  int tiles = 3;      // of 8 output channels, 3 or 4
   int rows = 1;       // of dx that a block has, a slab
   int planes = 1;     // of dx of a march
   int pitch = 1;      // of a padded row
@@ -37,10 +39,12 @@ struct FewMarchPlan {
   int dy_octet = 1;   // positions from 8 channels of dy to the next 8
   int dy_tiles = 1;   // of kFewMarchRows positions
   int dx_tiles = 1;   // the same of dx
-  int y_steps = 1;    // products that give a tile of y: of two taps, in each plane of its own
-  int dx_steps = 1;   // products that give a tile of dx: of two (8 channels, tap) pairs
+  // Products that give a tile of y, of two taps, in each plane of x, and those that give a tile of dx, of two (8
+  // channels, tap) pairs: of each, where its left operand lies in a plane of x or in dy and how far its halves are
+  // apart, in units of 16 bytes, as a descriptor has them.
+  int plane_steps = 1, dx_steps = 1;
+  uint32_t y_operands[kFewMarchPlaneSteps] = {}, dx_operands[kFewMarchDxSteps] = {};
   int halves = 1;     // warps that share a position's part of dweight
-  int m_tiles = 1;    // of 16 (tap, channel) pairs, of all of them
   int64_t slabs = 1, parts = 1;  // of a sample: along the height and the depth
   int64_t marches = 1;           // of all samples
   int blocks = 1;
@@ -56,8 +60,7 @@ struct FewMarchLayout {
   int y_weights;   // [step][tile] of 256 bytes
   int dx_weights;  // [step] of 512 bytes
   int rows;        // a float4 a channel
-  int taps;        // an int2 a tap of dweight's rows: its plane, and bytes in it
-  int operands;    // a word for each product of y, then of dx: what its left operand's descriptor adds to a tile's
+  int taps;        // an int2 for each of dweight's taps, in the order of its rows: its plane, and bytes in it
   int places;      // of each position of a slab of dx, its offset in a plane, or -1
   int valid;       // of each position of a slab of dy, whether it is one
   int scratch;
@@ -69,27 +72,28 @@ KGOPT_HD FewMarchLayout few_march_layout(const FewMarchPlan& p) {
   s.x = 0;
   s.dy = s.x + align(kFewMarchPlanes * p.x_plane * 16);
   s.y_weights = s.dy + align(p.tiles * p.dy_octet * 16);
-  s.dx_weights = s.y_weights + p.y_steps * p.tiles * 256;
+  s.dx_weights = s.y_weights + p.kernel[0] * p.plane_steps * p.tiles * 256;
   s.rows = s.dx_weights + p.dx_steps * 512;
   s.taps = s.rows + p.tiles * 8 * 16;
-  s.operands = s.taps + align(kFewMarchMTiles * 2 * 4 * 8);
-  s.places = s.operands + align((p.y_steps + p.dx_steps) * 4);
+  s.places = s.taps + align(p.halves * kFewMarchLeft * 8);
   s.valid = s.places + p.dx_tiles * kFewMarchRows * 4;
   s.scratch = s.valid + align(p.dy_tiles * kFewMarchRows);
   s.total = s.scratch + 128;
   return s;
 }
 KGOPT_HD constexpr int few_march_floats(const FewMarchPlan& p) {  // a block's partial sums
-  return p.halves * kFewMarchMTiles * p.tiles * 4 * 32;
+  return p.halves * p.inputs * p.tiles * 4 * 32;
 }
 
-// Taps in the order of dweight's rows, two for each eight rows, so that eight rows and four positions lie in different
-// banks: neighbours of the width, then what is left of a row with the same of the next plane.
+// Tap i of dweight's rows, or -1: row i % 8 of the left operand's first eight, in turns of two, and of its last eight.
+// Lanes read four positions of two taps at once, in different banks: neighbours of the width, then what is left of a
+// row with the same of the next plane.
 KGOPT_HD int few_march_tap(const FewMarchPlan& p, int i) {
+  const int row = i % 8, pair = i / 16 * 8 + row / 2 * 2 + i / 8 % 2, place = pair * 2 + row % 2;
   const int pairs = p.kernel[2] / 2, rows = p.kernel[0] * p.kernel[1], paired = rows * pairs * 2;
-  if (i >= p.kernel[0] * p.kernel[1] * p.kernel[2]) return -1;
-  if (i < paired) return i / (pairs * 2) * p.kernel[2] + i % (pairs * 2);
-  const int left = i - paired, kd = left % p.kernel[0], kh = left / p.kernel[0];
+  if (place >= rows * p.kernel[2]) return -1;
+  if (place < paired) return place / (pairs * 2) * p.kernel[2] + place % (pairs * 2);
+  const int left = place - paired, kd = left % p.kernel[0], kh = left / p.kernel[0];
   return (kd * p.kernel[1] + kh) * p.kernel[2] + p.kernel[2] - 1;
 }
 
@@ -104,7 +108,7 @@ struct FewMarchParams {
   Dtype bias_dtype;
   const void* channel_mean;  // [n, c_out], float: of the convolution plus bias
   void* dx;                  // with x's strides
-  float* partials;           // [block][half][m tile][tile][4][lane]
+  float* partials;           // [block][half][channel of x][tile][4][lane]
   void* dw;
   int64_t dw_stride_out, dw_stride_in, dw_stride_k[3];
   void* dbias;  // dense, or null

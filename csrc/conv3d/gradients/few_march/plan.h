@@ -37,12 +37,26 @@ inline bool few_march_slab(FewMarchPlan* p, const ConvProblem& q, const DeviceLi
   return p->smem_bytes <= limits.smem_per_block && 2 * (p->smem_bytes + 1024) <= limits.smem_per_sm;
 }
 
+inline void few_march_operands(FewMarchPlan* p) {
+  const int taps = p->kernel[1] * p->kernel[2];
+  const auto place = [&](int tap) { return tap / p->kernel[2] * p->pitch + tap % p->kernel[2]; };
+  const auto operand = [](int from, int to) { return uint32_t(from) | uint32_t(to - from) << 16; };
+  for (int i = 0; i < p->plane_steps; ++i) {
+    const int from = place(2 * i);
+    p->y_operands[i] = operand(from, 2 * i + 1 < taps ? place(2 * i + 1) : from + 1);
+  }
+  const auto at = [&](int pair) { return pair / taps * p->dy_octet + place(pair % taps); };
+  for (int i = 0; i < p->dx_steps; ++i) {
+    p->dx_operands[i] = operand(at(2 * i), 2 * i + 1 < p->tiles * taps ? at(2 * i + 1) : at(2 * i) + 1);
+  }
+}
+
 // Estimated cycles of a multiprocessor for a plane of a slab: shared memory is what bounds it.
 inline double few_march_cost(const FewMarchPlan& p) {
-  const double y = p.dy_tiles * double(p.y_steps) * (16 + 2.0 * p.tiles);
+  const double y = p.dy_tiles * double(p.kernel[0] * p.plane_steps) * (16 + 2.0 * p.tiles);
   const double dx = p.dx_tiles * double(p.dx_steps) * 20;
   const double steps = double(p.rows) * p.pitch / 8;
-  const double dw = steps * (p.m_tiles * 4.5 + p.halves * 2.0 * (p.tiles + 1) / 2 * 2);
+  const double dw = steps * p.halves * (17 + 2.0 * ((p.tiles + 1) / 2));
   const double made = p.dy_tiles * 4.0 * p.tiles * 5, loads = double(p.x_rows) * p.pitch / 32 * 14;
   return y + dx + dw + made + loads + 500;
 }
@@ -72,11 +86,11 @@ inline FewMarchPlan plan_few_march(const ConvProblem& q, const DeviceLimits& lim
   const int64_t pitch = q.in[2] + 2 * q.padding[2];
   if (pitch > kFewMarchLoads * kFewMarchThreads) return refuse("rows that are too long");
   p.pitch = static_cast<int>(pitch);
-  p.tiles = static_cast<int>(std::max<int64_t>(2, (q.c_out + 7) / 8));
-  p.y_steps = static_cast<int>(q.kernel[0] * ((plane_taps + 1) / 2));
+  p.inputs = q.c_in > 3 ? 4 : 3;
+  p.tiles = q.c_out > 24 ? 4 : 3;
+  p.plane_steps = static_cast<int>((plane_taps + 1) / 2);
   p.dx_steps = static_cast<int>((p.tiles * plane_taps + 1) / 2);
-  p.m_tiles = static_cast<int>((taps + 3) / 4);
-  p.halves = p.m_tiles > kFewMarchMTiles ? 2 : 1;
+  p.halves = taps > kFewMarchLeft ? 2 : 1;
   const double capacity = 2.0 * limits.sm_count;
   double best = -1;
   FewMarchPlan chosen;
@@ -100,6 +114,7 @@ inline FewMarchPlan plan_few_march(const ConvProblem& q, const DeviceLimits& lim
   if (best < 0) return refuse("two slabs do not fit in shared memory");
   p = chosen;
   if (p.marches > (int64_t(1) << 31) - 1) return refuse("more than 2^31 marches");
+  plan_detail::few_march_operands(&p);
   p.cycles = best;
   p.blocks = static_cast<int>(std::min<int64_t>(p.marches, 2 * int64_t(limits.sm_count)));
   p.partial_floats = int64_t(p.blocks) * few_march_floats(p);
