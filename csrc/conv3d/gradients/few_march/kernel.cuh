@@ -7,12 +7,12 @@
 //     the first of which is complete then, and the others stay in registers for the next plane;
 //   - multiplies x and dy for dweight, positions being K, whose sums stay in registers to the end.
 // Rows of the first two products are positions of a padded plane, flattened: a tap is another first row of the left
-// operand, which wgmma reads from shared memory as it lies. Columns that a row has more than dy has zeros in dy: so taps
-// that reach over a row's end meet zeros.
+// operand, which wgmma reads from shared memory as it lies. Columns that a row has more than dy has zeros in dy: so
+// taps that reach over a row's end meet zeros.
 //
 // x and the weights of y are TF32, whatever the type, which holds half values as they are. dy and the weights of dx are
-// fp16 with as many digits, scaled by powers of two: a normalized value is at most the root of its group's size, so dy's
-// bound is known ahead. Half of the bytes then.
+// fp16 with as many digits, scaled by powers of two: a normalized value is at most the root of its group's size, so
+// dy's bound is known ahead. Half of the bytes then.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -49,7 +49,8 @@ __device__ __forceinline__ void multiply(float (&d)[kN / 2], uint64_t a_descript
   }
 }
 
-// Of a left operand whose rows are 16 bytes apart and that begins, in units of 16 bytes, at `at` and what the plan says.
+// Of a left operand whose rows are 16 bytes apart and that begins, in units of 16 bytes, at `at` and what the plan
+// says.
 __device__ __forceinline__ uint64_t left_descriptor(uint32_t at, uint32_t operand) {
   return (at + operand) | uint64_t(128 >> 4) << 32;
 }
@@ -74,13 +75,14 @@ __device__ __forceinline__ void multiply_x(float (&y)[kTiles * 4], const FewMarc
   }
 }
 
-// Adds to a warpgroup's tiles of dx. Where there are fewer, the last one is multiplied again.
+// Adds to a warpgroup's first kCount tiles of dx. Where there are fewer, the last one is multiplied again.
+template <int kCount>
 __device__ __forceinline__ void multiply_dy(float (&dx)[kFewMarchDxTiles][8], const FewMarchPlan& plan, int group,
                                             uint32_t first, uint32_t weights) {
 #pragma unroll 1
   for (int step = 0; step < plan.dx_steps; ++step, weights += 512 / 16) {
 #pragma unroll
-    for (int i = 0; i < kFewMarchDxTiles; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       const int tile = min(group + i * kFewMarchGroups, plan.dx_tiles - 1);
       multiply<WgmmaType::kFp16, 16>(dx[i], left_descriptor(first + tile * kFewMarchRows, plan.dx_operands[step]),
                                      right_descriptor(weights), true);
@@ -94,8 +96,8 @@ __device__ __forceinline__ float scale_of_size(uint32_t bits) {
   if (exponent == 0 || exponent >= 255) return 1.f;
   return __int_as_float(min(max(268 - exponent, 67), 187) << 23);
 }
-// The largest of the block's values, which are not negative, as bits; NaN is the largest. Ends with a barrier's worth of
-// shared memory read: the caller's next barrier must come before the next call.
+// The largest of the block's values, which are not negative, as bits; NaN is the largest. Ends with a barrier's worth
+// of shared memory read: the caller's next barrier must come before the next call.
 __device__ __forceinline__ uint32_t block_size(float v, uint32_t* scratch) {
   const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(v));
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = of_warp;
@@ -107,8 +109,7 @@ __device__ __forceinline__ uint32_t block_size(float v, uint32_t* scratch) {
 #endif
 
 template <typename Element, int kInputs, int kTiles>
-__global__ void __launch_bounds__(kFewMarchThreads, 2)
-    conv_few_march_kernel(const __grid_constant__ FewMarchParams p) {
+__global__ void __launch_bounds__(kFewMarchThreads, 2) conv_few_march_kernel(const __grid_constant__ FewMarchParams p) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using namespace few_march;
   extern __shared__ __align__(128) char few_march_smem[];
@@ -137,9 +138,9 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2)
   }
   auto weight = [&](int c_out, int c, int kd, int tap) {
     if (c_out >= p.c_out || c >= p.c_in || kd >= plan.kernel[0]) return 0.f;
-    return to_acc(static_cast<const Element*>(p.weight)[c_out * p.w_stride_out + c * p.w_stride_in +
-                                                        kd * p.w_stride_k[0] + tap / width * p.w_stride_k[1] +
-                                                        tap % width * p.w_stride_k[2]]);
+    return to_acc(
+        static_cast<const Element*>(p.weight)[c_out * p.w_stride_out + c * p.w_stride_in + kd * p.w_stride_k[0] +
+                                              tap / width * p.w_stride_k[1] + tap % width * p.w_stride_k[2]]);
   };
   float size = 0.f;
 #pragma unroll 1
@@ -317,7 +318,13 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2)
           for (int i = 0; i < kFewMarchDxTiles; ++i) wgmma_use(acc[i]);
           wgmma_fence();
           const uint32_t first = (smem_at + layout.dy) / 16;
-          multiply_dy(acc, plan, group, first, dx_weights);
+          if (plan.dx_tiles > 3 * kFewMarchGroups) {
+            multiply_dy<4>(acc, plan, group, first, dx_weights);
+          } else if (plan.dx_tiles > 2 * kFewMarchGroups) {
+            multiply_dy<3>(acc, plan, group, first, dx_weights);
+          } else {
+            multiply_dy<2>(acc, plan, group, first, dx_weights);
+          }
           wgmma_commit();
           wgmma_wait<0>();
 #pragma unroll

@@ -13,9 +13,9 @@ namespace kgopt {
 inline constexpr int kFewMarchGroups = 2;  // warpgroups
 inline constexpr int kFewMarchThreads = kFewMarchGroups * 128;
 inline constexpr int kFewMarchWarps = kFewMarchThreads / 32;
-inline constexpr int kFewMarchInputs = 4;   // channels of x, at most: 16 bytes a position
-inline constexpr int kFewMarchDepth = 3;    // taps of the depth, at most
-inline constexpr int kFewMarchTaps = 27;    // at most
+inline constexpr int kFewMarchInputs = 4;  // channels of x, at most: 16 bytes a position
+inline constexpr int kFewMarchDepth = 3;   // taps of the depth, at most
+inline constexpr int kFewMarchTaps = 27;   // at most
 inline constexpr int kFewMarchPlaneSteps = (kFewMarchTaps + 1) / 2, kFewMarchDxSteps = 4 * kFewMarchTaps / 2;
 inline constexpr int kFewMarchPlanes = 4;   // of x in shared memory
 inline constexpr int kFewMarchRows = 64;    // positions of a warpgroup's product
@@ -28,23 +28,23 @@ struct FewMarchPlan {
   const char* refusal = nullptr;  // why this kernel cannot run it; null when it can
   int kernel[3] = {1, 1, 1};
   int padding[3] = {0, 0, 0};
-  int inputs = 3;     // channels of x that there are products for, 3 or 4
-  int tiles = 3;      // of 8 output channels, 3 or 4
-  int rows = 1;       // of dx that a block has, a slab
-  int planes = 1;     // of dx of a march
-  int pitch = 1;      // of a padded row
-  int dy_rows = 1;    // of a slab: its own, and those ahead that its rows of dx see
-  int x_rows = 1;     // that these see
-  int x_plane = 1;    // positions from plane to plane of x in shared memory
-  int dy_octet = 1;   // positions from 8 channels of dy to the next 8
-  int dy_tiles = 1;   // of kFewMarchRows positions
-  int dx_tiles = 1;   // the same of dx
+  int inputs = 3;    // channels of x that there are products for, 3 or 4
+  int tiles = 3;     // of 8 output channels, 3 or 4
+  int rows = 1;      // of dx that a block has, a slab
+  int planes = 1;    // of dx of a march
+  int pitch = 1;     // of a padded row
+  int dy_rows = 1;   // of a slab: its own, and those ahead that its rows of dx see
+  int x_rows = 1;    // that these see
+  int x_plane = 1;   // positions from plane to plane of x in shared memory
+  int dy_octet = 1;  // positions from 8 channels of dy to the next 8
+  int dy_tiles = 1;  // of kFewMarchRows positions
+  int dx_tiles = 1;  // the same of dx
   // Products that give a tile of y, of two taps, in each plane of x, and those that give a tile of dx, of two (8
   // channels, tap) pairs: of each, where its left operand lies in a plane of x or in dy and how far its halves are
   // apart, in units of 16 bytes, as a descriptor has them.
   int plane_steps = 1, dx_steps = 1;
   uint32_t y_operands[kFewMarchPlaneSteps] = {}, dx_operands[kFewMarchDxSteps] = {};
-  int halves = 1;     // warps that share a position's part of dweight
+  int halves = 1;                // warps that share a position's part of dweight
   int64_t slabs = 1, parts = 1;  // of a sample: along the height and the depth
   int64_t marches = 1;           // of all samples
   int blocks = 1;

@@ -30,8 +30,8 @@ inline bool few_march_slab(FewMarchPlan* p, const ConvProblem& q, const DeviceLi
   // Products read whole tiles, and taps reach further than their positions.
   const int64_t reach = reach_h * pitch + reach_w;
   p->x_plane = odd_fours(p->dy_tiles * int64_t(kFewMarchRows) + 8 + reach);
-  p->dy_octet = odd_fours(std::max(p->dx_tiles * int64_t(kFewMarchRows) + reach,
-                                   p->dy_tiles * int64_t(kFewMarchRows) + reach_w + 8));
+  p->dy_octet = odd_fours(
+      std::max(p->dx_tiles * int64_t(kFewMarchRows) + reach, p->dy_tiles * int64_t(kFewMarchRows) + reach_w + 8));
   p->slabs = up(q.in[1], rows);
   p->smem_bytes = few_march_layout(*p).total;
   return p->smem_bytes <= limits.smem_per_block && 2 * (p->smem_bytes + 1024) <= limits.smem_per_sm;
@@ -53,12 +53,13 @@ inline void few_march_operands(FewMarchPlan* p) {
 
 // Estimated cycles of a multiprocessor for a plane of a slab: shared memory is what bounds it.
 inline double few_march_cost(const FewMarchPlan& p) {
-  const double y = p.dy_tiles * double(p.kernel[0] * p.plane_steps) * (16 + 2.0 * p.tiles);
-  const double dx = p.dx_tiles * double(p.dx_steps) * 20;
+  const auto by_group = [](int tiles) { return (tiles + kFewMarchGroups - 1) / kFewMarchGroups * kFewMarchGroups; };
+  const double y = by_group(p.dy_tiles) * double(p.kernel[0] * p.plane_steps) * (16 + 2.0 * p.tiles);
+  const double dx = std::max(by_group(p.dx_tiles), 2 * kFewMarchGroups) * double(p.dx_steps) * 20;
   const double steps = double(p.rows) * p.pitch / 8;
   const double dw = steps * p.halves * (17 + 2.0 * ((p.tiles + 1) / 2));
   const double made = p.dy_tiles * 4.0 * p.tiles * 5, loads = double(p.x_rows) * p.pitch / 32 * 14;
-  return y + dx + dw + made + loads + 500;
+  return y + dx + dw + made + loads + 2000;  // barriers and waits, measured on an H200
 }
 
 }  // namespace plan_detail
