@@ -114,7 +114,7 @@ inline FewMarchPlan plan_few_march(const ConvProblem& q, const DeviceLimits& lim
   }
   if (best < 0) return refuse("two slabs do not fit in shared memory");
   p = chosen;
-  if (p.marches > (int64_t(1) << 31) - 1) return refuse("more than 2^31 marches");
+  if (p.marches > int64_t(1) << 30) return refuse("more than 2^30 marches");
   plan_detail::few_march_operands(&p);
   p.cycles = best;
   p.blocks = static_cast<int>(std::min<int64_t>(p.marches, 2 * int64_t(limits.sm_count)));
