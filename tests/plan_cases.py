@@ -26,6 +26,7 @@ CONV_PLANS = (
     "plan_position_rows",
     "plan_transposed_norm",
     "plan_wgrad",
+    "plan_few_march",
     "plan_few_wgrad",
     "plan_few_dgrad",
     "plan_conv_norm_lse",

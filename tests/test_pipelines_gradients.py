@@ -165,6 +165,7 @@ MADE = {
     "two by two": (5, 3, 20, 5, (6, 11, 40), (2, 2, 2), (0, 0, 1), (1, 2, 1)),
     "wide": (2, 4, 72, 8, (5, 20, 36), (3, 3, 3), 1, 1),
     "one by one": (2, 8, 40, 4, (8, 9, 32), (1, 1, 1), 0, 1),
+    "many samples": (300, 3, 24, 8, (4, 12, 16), (3, 3, 3), 1, 1),
     "one sample": (1, 2, 12, 4, (41, 13, 14), (3, 2, 3), (2, 1, 1), 1),
     "flat": (2, 10, 33, 3, (4, 40, 64), (1, 3, 3), (0, 1, 1), 1),
     "strided": (2, 3, 24, 8, (13, 24, 32), (3, 3, 3), 1, (2, 2, 1)),
@@ -225,7 +226,7 @@ def test_first_pipelines_gradients_without_the_output(case, precision, monkeypat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("needs_x", [True, False])
 def test_first_pipelines_training_never_stores_the_output(dtype, needs_x):
-    """In float32 it is 232 MiB here. dx comes from the kernel for dweight, and dy is stored for no sample."""
+    """In float32 it is 232 MiB here. dx and dweight come from one kernel, and dy is stored for no sample."""
     x = torch.randn(128, 3, 24, 32, 32, device="cuda", dtype=dtype, requires_grad=needs_x)
     weight = torch.randn(24, 3, 3, 3, 3, device="cuda", dtype=dtype, requires_grad=True)
     bias, gamma, beta = (torch.randn(24, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))

@@ -387,11 +387,67 @@ def test_few_channels_contiguous_take_own_gradients(n, c_in, c_out, size, kernel
     assert not isinstance(dev.choose_conv_gradients(problem, limits).dweight, dev.FewWgradPlan), "x is not contiguous"
 
 
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_few_march_plan_of_any_shape(data) -> None:
+    """Slabs and marches cover dx, and what products read of x and dy lies within a plane and within 8 channels."""
+    draw = data.draw
+    kernel = draw(st.tuples(*(st.integers(1, most) for most in (4, 5, 5))))
+    padding = tuple(draw(st.integers(0, k)) for k in kernel)
+    size = draw(st.tuples(st.integers(1, 70), st.integers(1, 140), st.integers(1, 200)))
+    if any(s + 2 * p < k for s, p, k in zip(size, padding, kernel, strict=True)):
+        return
+    stride = draw(st.sampled_from([(1, 1, 1)] * 5 + [(1, 2, 1)]))
+    dtype, allow_tf32 = draw(st.sampled_from(DTYPES)), draw(st.booleans())
+    c_in, c_out, n = draw(st.integers(1, 5)), draw(st.integers(1, 36)), draw(st.integers(1, 300))
+    case = {"kernel": kernel, "padding": padding, "stride": stride, "dtype": dtype, "allow_tf32": allow_tf32, "n": n}
+    problem, _ = make_problem(c_in, c_out, size, planar=True, **case)
+    limits = GPUS["h200"]
+    plan = dev.plan_few_march(problem, limits)
+    taps, pitch = math.prod(kernel), size[2] + 2 * padding[2]
+    reasons = {
+        "fp32 accuracy": dtype == "float32" and not allow_tf32,
+        "4 input channels": c_in > 4,
+        "32 output channels": c_out > 32,
+        "a stride": stride != (1, 1, 1),
+        "a padding above": any(p > k - 1 for p, k in zip(padding, kernel, strict=True)),
+        "3 taps along the depth": kernel[0] > 3,
+        "27 taps": taps > 27,
+        "do not fit": None if pitch * (2 * kernel[1] - 1) > 256 else False,
+    }
+    if check_refusal(plan.refusal, reasons):
+        return
+    assert plan.pitch == pitch
+    assert plan.tiles * 8 >= c_out
+    assert plan.slabs * plan.rows >= size[1]
+    assert plan.parts * plan.planes >= size[0]
+    assert plan.marches == n * plan.slabs * plan.parts
+    assert 1 <= plan.blocks <= min(plan.marches, 2 * limits.sm_count)
+    assert [plan.dy_rows, plan.x_rows] == [plan.rows + kernel[1] - 1, plan.rows + 2 * (kernel[1] - 1)]
+    assert plan.x_rows * pitch <= 3 * 256, "more positions of x than threads load"
+    assert plan.dx_tiles <= 8
+    assert plan.dx_tiles * 64 >= plan.rows * pitch
+    assert plan.dy_tiles * 64 >= plan.dy_rows * pitch
+    reach = (kernel[1] - 1) * pitch + kernel[2] - 1
+    assert plan.x_plane >= max(plan.dy_tiles * 64, plan.dy_rows * pitch + 7) + reach
+    assert plan.dy_octet >= plan.dx_tiles * 64 + reach
+    assert plan.dy_octet >= kernel[2] - 1 + max(plan.dy_tiles * 64, plan.dy_rows * pitch + 7)
+    assert plan.x_plane % 8 == plan.dy_octet % 8 == 4, "banks"
+    assert plan.plane_steps * 2 >= kernel[1] * kernel[2]
+    assert plan.dx_steps * 2 >= plan.tiles * kernel[1] * kernel[2]
+    rows = [plan.tap(i) for i in range(plan.halves * 16)]
+    assert sorted(t for t in rows if t >= 0) == list(range(taps))
+    assert plan.smem_bytes >= 16 * (4 * plan.x_plane + plan.tiles * plan.dy_octet)
+    assert 2 * (plan.smem_bytes + 1024) <= limits.smem_per_sm
+    assert plan.partial_floats == plan.blocks * plan.halves * plan.inputs * plan.tiles * 128
+
+
 @pytest.mark.parametrize("with_dx", [True, False])
 @pytest.mark.parametrize("most", [1, 13, 128, 500])
 def test_made_gradients_store_no_more_than_is_asked_for(with_dx, most) -> None:
-    problem, _ = make_problem(4, 24, (24, 32, 32), kernel=(3, 3, 3), n=128, dtype="float32", planar=True)
+    problem, _ = make_problem(5, 24, (24, 32, 32), kernel=(3, 2, 3), n=128, dtype="float32", planar=True)
     plans = dev.plan_made_gradients(problem, GPUS["h200"], with_dx, most)
+    assert plans.march.refusal
     assert ("above 32" if with_dx else "not asked for") in plans.why_apart
     assert plans.dweight.refusal is None
     assert plans.dx.refusal is None
@@ -404,6 +460,10 @@ def test_first_pipelines_gradients_come_from_one_launch(dtype, allow_tf32) -> No
     shape = {"kernel": (3, 3, 3), "n": 128, "dtype": dtype, "allow_tf32": allow_tf32, "planar": True}
     problem, _ = make_problem(3, 24, (24, 32, 32), **shape)
     plans = dev.plan_made_gradients(problem, GPUS["h200"], True, 13)
+    if allow_tf32:
+        assert plans.march.refusal is None
+        return
+    assert "fp32 accuracy" in plans.march.refusal
     assert plans.why_apart is None
     assert plans.dweight.dx_rows > 0
     assert plans.samples == 128

@@ -484,6 +484,33 @@ void bind_conv(py::module_& m) {
       .def_property_readonly("channels", &few_wgrad_channels)
       .def_property_readonly("floats", &few_wgrad_floats);
 
+  py::class_<FewMarchPlan>(m, "FewMarchPlan", "Fields as in conv3d/gradients/few_march/params.h.")
+      .def_property_readonly(
+          "refusal", [](const FewMarchPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_property_readonly("kernel", [](const FewMarchPlan& p) { return copied(p.kernel); })
+      .def_readonly("inputs", &FewMarchPlan::inputs)
+      .def_readonly("tiles", &FewMarchPlan::tiles)
+      .def_readonly("rows", &FewMarchPlan::rows)
+      .def_readonly("planes", &FewMarchPlan::planes)
+      .def_readonly("pitch", &FewMarchPlan::pitch)
+      .def_readonly("dy_rows", &FewMarchPlan::dy_rows)
+      .def_readonly("x_rows", &FewMarchPlan::x_rows)
+      .def_readonly("x_plane", &FewMarchPlan::x_plane)
+      .def_readonly("dy_octet", &FewMarchPlan::dy_octet)
+      .def_readonly("dy_tiles", &FewMarchPlan::dy_tiles)
+      .def_readonly("dx_tiles", &FewMarchPlan::dx_tiles)
+      .def_readonly("plane_steps", &FewMarchPlan::plane_steps)
+      .def_readonly("dx_steps", &FewMarchPlan::dx_steps)
+      .def_readonly("halves", &FewMarchPlan::halves)
+      .def_readonly("slabs", &FewMarchPlan::slabs)
+      .def_readonly("parts", &FewMarchPlan::parts)
+      .def_readonly("marches", &FewMarchPlan::marches)
+      .def_readonly("blocks", &FewMarchPlan::blocks)
+      .def_readonly("smem_bytes", &FewMarchPlan::smem_bytes)
+      .def_readonly("partial_floats", &FewMarchPlan::partial_floats)
+      .def_readonly("cycles", &FewMarchPlan::cycles)
+      .def("tap", &few_march_tap);
+
   py::class_<HeadGradientPlan>(m, "HeadGradientPlan", "Fields as in conv3d/gradients/head/params.h.")
       .def_property_readonly(
           "refusal", [](const HeadGradientPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
@@ -521,6 +548,7 @@ void bind_conv(py::module_& m) {
       .def_readonly("cycles", &FewDgradPlan::cycles);
 
   py::class_<MadeGradientPlans>(m, "MadeGradientPlans", "Fields as in conv3d/choice/gradients.h.")
+      .def_readonly("march", &MadeGradientPlans::march)
       .def_readonly("dweight", &MadeGradientPlans::dweight)
       .def_readonly("dx", &MadeGradientPlans::dx)
       .def_readonly("samples", &MadeGradientPlans::samples)
@@ -610,6 +638,7 @@ void bind_conv(py::module_& m) {
       py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("plan_few_wgrad", &plan_few_wgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("makes_dy") = false);
+  m.def("plan_few_march", &plan_few_march, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("plan_few_wgrad_dx", &plan_few_wgrad_dx, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def("plan_few_dgrad", &plan_few_dgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("dy_is_made") = false);

@@ -7,6 +7,7 @@
 #include "conv3d/api/call.h"
 #include "conv3d/few_channels/start.h"
 #include "conv3d/gradients/few_dgrad/few_dgrad.h"
+#include "conv3d/gradients/few_march/few_march.h"
 #include "conv3d/gradients/few_wgrad/few_wgrad.h"
 #include "conv3d/gradients/head/head.h"
 #include "conv3d/gradients/norm_lse/norm_lse.h"
@@ -212,6 +213,35 @@ std::pair<Tensor, std::optional<Tensor>> conv_few_wgrad(const char* op, const Te
   p.partials = workspace.at<float>(partials);
   raise_on_error(op, run_conv_few_wgrad(p, stream_of(x)));
   return {dweight, dbias ? std::optional(as_type_of(*dbias, x)) : dbias};
+}
+
+// But for dx, the partial sums and what the norm leaves. `weight` is of x's type.
+FewMarchParams few_march_params(const char* op, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                                const Tensor& dweight, const std::optional<Tensor>& dbias, const ConvShape& shape,
+                                const FewMarchPlan& plan) {
+  FewMarchParams p{};
+  p.x = x.const_data_ptr();
+  planar_strides(x, shape.rank, &p.x_stride_n, &p.x_stride_c, p.x_stride);
+  p.weight = weight.const_data_ptr();
+  p.w_stride_out = weight.stride(0);
+  p.w_stride_in = weight.stride(1);
+  spatial_strides(weight, shape.rank, p.w_stride_k);
+  p.bias = data_or_null(bias);
+  p.bias_dtype = bias ? check_dtype(op, "bias", *bias) : Dtype::kFloat32;
+  p.dw = dweight.mutable_data_ptr();
+  p.dw_stride_out = dweight.stride(0);
+  p.dw_stride_in = dweight.stride(1);
+  spatial_strides(dweight, shape.rank, p.dw_stride_k);
+  p.dbias = dbias ? dbias->mutable_data_ptr() : nullptr;
+  p.n = shape.n;
+  p.c_in = static_cast<int>(shape.c_in);
+  p.c_out = static_cast<int>(shape.c_out);
+  std::copy(shape.in, shape.in + 3, p.in);
+  std::copy(shape.out, shape.out + 3, p.out);
+  p.dtype = check_dtype(op, "x", x);
+  p.dw_dtype = check_dtype(op, "weight", dweight);
+  p.plan = plan;
+  return p;
 }
 
 HeadParams head_params(const char* op, const Tensor& dy, const Tensor& x, const HeadGradientPlan& plan) {
@@ -525,7 +555,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_mean_gradient
   plan_group_norm_passes_bwd(&norm, limits.sm_count);
   const auto affine = allocate_affine_gradients(x, norm.dims, gn_weight, std::nullopt);
   Workspace space(x);
-  const int64_t partials = space.reserve(plans->dweight.partial_floats * 4);
+  const bool marches = !plans->march.refusal;
+  const int64_t partials = space.reserve((marches ? plans->march.partial_floats : plans->dweight.partial_floats) * 4);
   // The norm's workspace is another one.
   space.allocate();
   Workspace norm_space(x);
@@ -537,6 +568,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_mean_gradient
   dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
   std::optional<Tensor> sums;
   if (mask[2]) sums = empty_like_shape(weight, {shape.c_out});
+  if (marches) {
+    dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
+    FewMarchParams p = few_march_params(op, dense, narrow, dense_bias, dweight, sums, shape, plans->march);
+    p.dx = dx.mutable_data_ptr();
+    p.partials = space.at<float>(partials);
+    p.gradient_rows = norm.rows;
+    p.channel_mean = dense_channel_mean.const_data_ptr();
+    raise_on_error(op, run_conv_few_march(p, stream));
+    if (sums) dbias = as_type_of(*sums, x);
+    return {dx, mask[1] ? dweight : none, dbias, std::get<0>(affine), std::get<1>(affine)};
+  }
   FewWgradParams p = few_wgrad_params(op, dense, dweight, sums, shape, plans->dweight);
   p.partials = space.at<float>(partials);
   p.gradient_rows = norm.rows;

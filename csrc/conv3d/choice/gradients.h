@@ -7,6 +7,7 @@
 
 #include "conv3d/choice/choice.h"
 #include "conv3d/gradients/few_dgrad/plan.h"
+#include "conv3d/gradients/few_march/plan.h"
 #include "conv3d/gradients/few_wgrad/plan.h"
 #include "conv3d/gradients/head/plan.h"
 #include "conv3d/gradients/wgrad/cost.h"
@@ -57,15 +58,17 @@ struct ConvGradientsChoice {
   }
 };
 
-// Both gradients for few channels of a dy that is made from x. The kernel for dweight gives dx, too, or stores dy of
-// some samples at a time for a second one.
+// Both gradients for few channels of a dy that is made from x. One kernel marches through x and gives both, or the
+// kernel for dweight gives dx, too, or stores dy of some samples at a time for a second one.
 struct MadeGradientPlans {
+  FewMarchPlan march;
   FewWgradPlan dweight;
   FewDgradPlan dx;
   int64_t samples = 1;                            // of a turn
   const char* why_apart = "dx is not asked for";  // null where dweight's kernel gives dx
 
   const char* refusal(bool with_dx) const {
+    if (!march.refusal) return nullptr;
     return dweight.refusal || !with_dx || !why_apart ? dweight.refusal : dx.refusal;
   }
 };
@@ -73,15 +76,18 @@ inline constexpr double kStoredGradientCost = 1.25;  // that a launch for both m
 inline constexpr int kMoreTurns = 4;                 // than needed, which may fill the multiprocessors better
 inline constexpr double kTurnCycles = 60000;         // that a turn more takes, measured on an H200
 
-// `most_samples` of dy may be stored at a time.
-inline MadeGradientPlans plan_made_gradients(ConvProblem problem, const DeviceLimits& limits, bool with_dx,
-                                             int64_t most_samples) {
+namespace choice_detail {
+
+// Without the march.
+inline MadeGradientPlans plan_made_tiles(ConvProblem problem, const DeviceLimits& limits, bool with_dx,
+                                         int64_t most_samples, double* cycles_of_all) {
   const FewWgradPlan both = plan_few_wgrad_dx(problem, limits);
   const int64_t n = problem.n, least = with_dx ? (n + most_samples - 1) / most_samples : 1;
   MadeGradientPlans best;
   double least_cycles = -1;
   for (int64_t turns = least; turns <= std::min(n, least == 1 ? 1 : least + kMoreTurns); ++turns) {
     MadeGradientPlans plans;
+    plans.march.refusal = "tiles are predicted to be faster";
     problem.n = plans.samples = (n + turns - 1) / turns;
     plans.dweight = plan_few_wgrad(problem, limits, /*makes_dy=*/true);
     plans.dx = plan_few_dgrad(problem, limits, /*dy_is_made=*/true);
@@ -89,12 +95,29 @@ inline MadeGradientPlans plan_made_gradients(ConvProblem problem, const DeviceLi
     const double cycles = double(turns) * (plans.dweight.cycles + (with_dx ? plans.dx.cycles : 0) + kTurnCycles);
     if (least_cycles < 0 || cycles < least_cycles) least_cycles = cycles, best = plans;
   }
+  *cycles_of_all = kStoredGradientCost * (least_cycles - kTurnCycles);
   if (!with_dx) return best;
   best.why_apart = both.refusal                                       ? both.refusal
                    : both.cycles < kStoredGradientCost * least_cycles ? nullptr
                                                                       : "two kernels are predicted to be faster";
-  if (!best.why_apart) best.dweight = both, best.samples = n;
+  if (!best.why_apart) best.dweight = both, best.samples = n, *cycles_of_all = std::min(*cycles_of_all, both.cycles);
   return best;
+}
+
+}  // namespace choice_detail
+
+// `most_samples` of dy may be stored at a time.
+inline MadeGradientPlans plan_made_gradients(const ConvProblem& problem, const DeviceLimits& limits, bool with_dx,
+                                             int64_t most_samples) {
+  double cycles = 0;
+  MadeGradientPlans plans = choice_detail::plan_made_tiles(problem, limits, with_dx, most_samples, &cycles);
+  const FewMarchPlan march = plan_few_march(problem, limits);
+  if (!with_dx) {
+    plans.march.refusal = "dx is not asked for";
+  } else if (march.refusal || plans.refusal(true) || march.cycles < cycles) {
+    plans.march = march;
+  }
+  return plans;
 }
 
 // Where few channels of contiguous tensors meet cuDNN, which transposes both tensors first; its rates are those of
