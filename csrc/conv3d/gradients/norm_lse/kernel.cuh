@@ -450,7 +450,6 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     const int lane_bytes = ((lane & 7) * 2 + (lane >> 3 & 1)) * plan.step[2] * 16;
     const int* const own_offsets = offsets + (lane >> 4) * plan.k_steps;
     const int base_step = plan.step[1] * plan.pitch * 16;
-    [[maybe_unused]] const int steps = (plan.k_words + 7) / 8;
     const int64_t positions = int64_t(p.out[0]) * p.out[1] * p.out[2];
     [[maybe_unused]] const float* const dlse = q.dlse + n * positions;
     float2* const shares = reinterpret_cast<float2*>(q.shares) + n * positions;
@@ -534,26 +533,31 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
             }
           }
           if constexpr (kSplit == 2) {
-            // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
-            uint32_t raw[4];
-            load_matrices(raw, base + own_offsets[0]);
+            // The tensor core truncates when it adds to its accumulator; summing a few steps outside rounds.
 #pragma unroll 1
-            for (int k = 0; k < steps; ++k) {
-              uint32_t high[4], low[4];
+            for (int first = 0; first < plan.k_steps; first += kBatch) {
+              uint32_t high[kBatch][4], low[kBatch][4];
 #pragma unroll
-              for (int i = 0; i < 4; ++i) split_tf32_for_stats(__uint_as_float(raw[i]), &high[i], &low[i]);
+              for (int k = 0; k < kBatch; ++k) {
+                uint32_t raw[4];
+                load_matrices(raw, base + own_offsets[first + k]);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) split_tf32_for_stats(__uint_as_float(raw[i]), &high[k][i], &low[k][i]);
+              }
               float partial[kColumns / 2];
-              const uint32_t b = b_first + k * kBStep;
               wgmma_fence();
-              wgmma<kType, kColumns>(partial, low, b, false);
-              wgmma<kType, kColumns>(partial, high, b + plan.k_steps * kBStep, true);
-              wgmma<kType, kColumns>(partial, high, b, true);
+#pragma unroll
+              for (int k = 0; k < kBatch; ++k) {
+                const uint32_t b = b_first + (first + k) * kBStep;
+                wgmma<kType, kColumns>(partial, low[k], b, k > 0);
+                wgmma<kType, kColumns>(partial, high[k], b + plan.k_steps * kBStep, true);
+                wgmma<kType, kColumns>(partial, high[k], b, true);
+              }
               wgmma_commit();
-              if (k + 1 < steps) load_matrices(raw, base + own_offsets[k + 1]);
               wgmma_wait<0>();
               wgmma_use(partial);
 #pragma unroll
-              for (int i = 0; i < kColumns / 2; ++i) acc[i] = k == 0 ? partial[i] : acc[i] + partial[i];
+              for (int i = 0; i < kColumns / 2; ++i) acc[i] = first == 0 ? partial[i] : acc[i] + partial[i];
             }
           } else {
             for (int first = 0; first < plan.k_steps; first += kGroup) {

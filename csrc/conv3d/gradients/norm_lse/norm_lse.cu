@@ -11,13 +11,13 @@ Status launch_norm_lse(const ConvNormLseParams& p, cudaStream_t stream) {
   const FewChannelsPlan& plan = p.conv.plan;
   const char* const name = "conv_norm_lse_kernel";
   const dim3 grid(static_cast<unsigned>(p.conv.n * plan.slices));
-  // 3xTF32 takes its steps one by one. Up to 9 taps of 8 half channels are 5 steps.
-  constexpr bool kLargeOnly = kMath == ConvMath::kTf32x3;
-  constexpr bool kSmallOnly = kPass == NormLsePass::kGradients && conv_channels_per_word(kMath) == 2;
-  if constexpr (kLargeOnly || kSmallOnly) {
-    if (!kLargeOnly && plan.large_batch) return Status::Unsupported(name, "more than 8 half channels");
-    return launch_after<conv_norm_lse_kernel<kMath, kLargeOnly, kPass>>(false, name, grid, kNormLseThreads,
-                                                                        plan.smem_bytes, stream, p);
+  // 3xTF32 has the smaller batch alone. Up to 9 taps of 8 half channels are 5 steps.
+  constexpr bool kSmallOnly =
+      kMath == ConvMath::kTf32x3 || (kPass == NormLsePass::kGradients && conv_channels_per_word(kMath) == 2);
+  if constexpr (kSmallOnly) {
+    if (plan.large_batch) return Status::Unsupported(name, "no instance of the larger batch");
+    return launch_after<conv_norm_lse_kernel<kMath, false, kPass>>(false, name, grid, kNormLseThreads, plan.smem_bytes,
+                                                                   stream, p);
   } else {
     return plan.large_batch ? launch_after<conv_norm_lse_kernel<kMath, true, kPass>>(
                                   false, name, grid, kNormLseThreads, plan.smem_bytes, stream, p)

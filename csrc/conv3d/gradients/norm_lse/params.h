@@ -159,7 +159,13 @@ inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& lim
   FewChannelsPlan p = plan_few_channels(q, limits);
   if (p.refusal) return p;
   if (!p.chunked) return refuse("input channels that 16 bytes of a position do not divide");
-  p.math = math;  // weights in two parts, where that is 3xTF32
+  p.math = math;
+  if (math == ConvMath::kTf32x3) {  // weights in two parts, and sums of few steps
+    p.large_batch = false;
+    p.batch = few_channels_batch(math, 1, p.large_batch);
+    p.k_steps = ((p.k_words + 7) / 8 + p.batch - 1) / p.batch * p.batch;
+    p.zero_plane = p.k_words != p.k_steps * 8;
+  }
   p.producers = kNormLseProducers, p.consumers = kNormLseConsumers;
   plan_detail::BestTile best{q, limits};
   plan_detail::for_each_tile(
