@@ -582,8 +582,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_mean_gradient
 }
 
 // The third pipeline's gradients, likewise: the convolution is computed twice from x, in registers, once for the norm's
-// sums and once for dy, which is stored only where the same pass does not multiply it. Where another kernel is the choice for a gradient, or the passes are not for such a
-// convolution, the last result is empty, and nothing has been done.
+// sums and once for dy, which is stored only where the same pass does not multiply it. Where another kernel is the
+// choice for a gradient, or the passes are not for such a convolution, the last result is empty, and nothing has been
+// done.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_lse_gradients(
     Tensor dout, Tensor x, Tensor weight, OptTensor bias, OptTensor gn_weight, OptTensor gn_bias, Tensor mean,
     Tensor rstd, int64_t num_groups, IntArray stride, IntArray padding, IntArray dilation, int64_t groups,

@@ -24,12 +24,12 @@ template <ConvMath kMath, int kN>
 __device__ __forceinline__ void norm_lse_wgmma(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descriptor) {
   constexpr bool add = true;
   static_assert(kN == 24 || kN == 8);
-#define KGOPT_NORM_LSE_WGMMA(k, types, scale)                                                       \
-  if constexpr (kN == 24) {                                                                         \
-    KGOPT_WGMMA_SHARED_SHAPE(24, k, types, scale, KGOPT_S12, "%12", "%13", "%14",                   \
-                             KGOPT_D8(0) KGOPT_COMMA KGOPT_D4(8));                                  \
-  } else {                                                                                          \
-    KGOPT_WGMMA_SHARED_SHAPE(8, k, types, scale, "%0,%1,%2,%3", "%4", "%5", "%6", KGOPT_D4(0));     \
+#define KGOPT_NORM_LSE_WGMMA(k, types, scale)                                                   \
+  if constexpr (kN == 24) {                                                                     \
+    KGOPT_WGMMA_SHARED_SHAPE(24, k, types, scale, KGOPT_S12, "%12", "%13", "%14",               \
+                             KGOPT_D8(0) KGOPT_COMMA KGOPT_D4(8));                              \
+  } else {                                                                                      \
+    KGOPT_WGMMA_SHARED_SHAPE(8, k, types, scale, "%0,%1,%2,%3", "%4", "%5", "%6", KGOPT_D4(0)); \
   }
   if constexpr (kMath == ConvMath::kTf32) {
     KGOPT_NORM_LSE_WGMMA("k8", ".f32.tf32.tf32", "1, 1")
@@ -57,7 +57,8 @@ struct NormLseDweightSums {
   float ones[4] = {};
 
   // dy as accumulators lie; from TF32's products, rounded for them. to: the warpgroup's operands.
-  static __device__ __forceinline__ void put_dy(uint32_t to, int warp, int lane, const float (&dy)[kNormLseColumns / 2]) {
+  static __device__ __forceinline__ void put_dy(uint32_t to, int warp, int lane,
+                                                const float (&dy)[kNormLseColumns / 2]) {
     const int g = lane >> 2, t = lane & 3;
     if constexpr (kHalf) {
       using Element = typename ConvMathTraits<kMath>::Element;
@@ -196,8 +197,8 @@ __global__ void __launch_bounds__(kNormLseSumLanes* kNormLseSumShares)
   const int c_in = column % kNormLseDxChannels, tap = column / kNormLseDxChannels;
   const int h = tap / kNormLseTaps, w = tap % kNormLseTaps;
   if (!q.dweight.dw || c_in >= p.c_in || h >= p.plan.kernel[1] || w >= p.plan.kernel[2]) return;
-  const int64_t at = c * q.dweight.stride_out + c_in * q.dweight.stride_in + h * q.dweight.stride[0] +
-                     w * q.dweight.stride[1];
+  const int64_t at =
+      c * q.dweight.stride_out + c_in * q.dweight.stride_in + h * q.dweight.stride[0] + w * q.dweight.stride[1];
   store_as(q.dweight.dw, at, q.dweight.dtype, sum);
 #endif
 }

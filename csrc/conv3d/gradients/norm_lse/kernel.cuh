@@ -2,9 +2,9 @@
 //   p  = dlse exp(r) / sum_channels exp(r)                        the gradient of r
 //   dz = p (1 - t^2) (t / 3 + 1/2)
 //   dy = p + rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
-// Two passes over x compute y alike, in registers: the first adds up dz and dz xhat, and leaves each position's share of
-// its exponentials. The second multiplies dy for dx and dweight where the plan is one for it, else it stores dy. y itself
-// is never stored, so that neither pass reads more than x and some words of a position.
+// Two passes over x compute y alike, in registers: the first adds up dz and dz xhat, and leaves each position's share
+// of its exponentials. The second multiplies dy for dx and dweight where the plan is one for it, else it stores dy. y
+// itself is never stored, so that neither pass reads more than x and some words of a position.
 //
 // Products and their operands are those of conv3d/few_channels/gather/kernel.cuh: rows are positions, columns all the
 // channels, so that what belongs to a position stays within four lanes. Of a strip a lane has neighbouring positions,
@@ -349,11 +349,11 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   int* const offsets = reinterpret_cast<int*>(smem + layout.offsets);
   int2* const strip_table = reinterpret_cast<int2*>(smem + layout.strips);
   float* const scratch = reinterpret_cast<float*>(smem + layout.scratch);
-  // Of a column: bias in powers of 2, scale and offset that make of its products z (or twice z in powers of 2), and what
-  // centers them or, of the second pass, half of rstd weight.
+  // Of a column: bias in powers of 2, scale and offset that make of its products z (or twice z in powers of 2), and
+  // what centers them or, of the second pass, half of rstd weight.
   float4* const forward_table = reinterpret_cast<float4*>(smem + layout.columns);
-  // A third of rstd weight, then factor and offset that make of its products dy's part without the position's share, and
-  // rstd.
+  // A third of rstd weight, then factor and offset that make of its products dy's part without the position's share,
+  // and rstd.
   float4* const backward_table = reinterpret_cast<float4*>(scratch + kWarps * kColumns * 2);
   uint32_t* const halo = smem + layout.halo;
   const int stage_words = few_channels_stage_words(plan);
@@ -582,8 +582,8 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
           if (row >= rows && (kSums || (kStore && !makes_dx))) continue;
 
           if constexpr (kSums) {
-            // Of dz, what the position's share is a factor of. The shift is what the row before came to; where that is too
-            // far off, at the first row and where values leap, it is the largest y. All in powers of 2.
+            // Of dz, what the position's share is a factor of. The shift is what the row before came to; where that is
+            // too far off, at the first row and where values leap, it is the largest y. All in powers of 2.
             float part[kColumns / 2], total[2];
             for (bool is_exact = false;; is_exact = true) {
               if (is_exact) {

@@ -19,8 +19,8 @@ Status launch_norm_lse(const ConvNormLseParams& p, cudaStream_t stream) {
     return launch_after<conv_norm_lse_kernel<kMath, false, kPass>>(false, name, grid, kNormLseThreads, plan.smem_bytes,
                                                                    stream, p);
   } else {
-    return plan.large_batch ? launch_after<conv_norm_lse_kernel<kMath, true, kPass>>(
-                                  false, name, grid, kNormLseThreads, plan.smem_bytes, stream, p)
+    return plan.large_batch ? launch_after<conv_norm_lse_kernel<kMath, true, kPass>>(false, name, grid, kNormLseThreads,
+                                                                                     plan.smem_bytes, stream, p)
                             : launch_after<conv_norm_lse_kernel<kMath, false, kPass>>(
                                   false, name, grid, kNormLseThreads, plan.smem_bytes, stream, p);
   }

@@ -75,7 +75,7 @@ inline constexpr int kNormLseSumLanes = 32, kNormLseSumShares = 16;
 static_assert(kNormLseDweightFloats * 4 <= kNormLseConsumers * NormLseDweightOperands::kHalfBytes);
 
 struct NormLseDweight {
-  float* partials;  // [blocks of the second pass][kNormLseDweightFloats]
+  float* partials;   // [blocks of the second pass][kNormLseDweightFloats]
   void *dw, *dbias;  // either may be null
   int64_t stride_out, stride_in, stride[2];
   Dtype dtype;
@@ -97,9 +97,9 @@ struct ConvNormLseParams {
   // `stored` is the gradient: rows of the width are dense, zeros fill them up to `row` elements.
   FewChannelsParams conv;
   int row;
-  const float* dlse;              // [n, positions]
-  // Of each position, what the first pass leaves for the second: minus the shift of its exponentials, in powers of 2, and
-  // dlse over their sum.
+  const float* dlse;  // [n, positions]
+  // Of each position, what the first pass leaves for the second: minus the shift of its exponentials, in powers of 2,
+  // and dlse over their sum.
   float* shares;
   GroupNormPassesBwdParams norm;  // the first pass writes its partial sums, the second reads its rows
   NormLseDx dx;                   // of the second pass
