@@ -54,7 +54,7 @@ struct NormLseDweightSums {
   using Operands = NormLseDweightOperands;
 
   float taps[kTaps][12] = {};
-  float ones[4] = {};
+  float bias[kHalf ? 4 : 2] = {};
 
   // dy as accumulators lie; from TF32's products, rounded for them. to: the warpgroup's operands.
   static __device__ __forceinline__ void put_dy(uint32_t to, int warp, int lane,
@@ -81,6 +81,24 @@ struct NormLseDweightSums {
   // Row of a sum's channel in 16 of a warp, of which a thread has g and g + 8.
   static __device__ __forceinline__ int channel_of(int g) { return kHalf ? g : (g & 3) * 2 + (g >> 2); }
 
+  // TF32's products would round dy for dbias, too. Of the eight threads that have the same 16 columns each keeps two.
+  __device__ __forceinline__ void add_to_bias(int lane, const float (&dy)[kNormLseColumns / 2]) {
+    float s[16];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) s[j] = dy[j / 2 * 4 + (j & 1)] + dy[j / 2 * 4 + (j & 1) + 2];
+#pragma unroll
+    for (int count = 8; count >= 2; count /= 2) {
+      const int mask = count * 2;
+      const bool is_upper = lane & mask;
+#pragma unroll
+      for (int j = 0; j < count; ++j) {
+        const float sent = is_upper ? s[j] : s[j + count], kept = is_upper ? s[j + count] : s[j];
+        s[j] = kept + __shfl_xor_sync(0xffffffffu, sent, mask);
+      }
+    }
+    bias[0] += s[0], bias[1] += s[1];
+  }
+
   // A row of a strip's x into its place of three. from: of the halo, the row's first position of channel 0.
   static __device__ __forceinline__ void put_x(uint32_t to, int warp, int lane, int slot, uint32_t from,
                                                const FewChannelsPlan& plan) {
@@ -101,9 +119,9 @@ struct NormLseDweightSums {
   // descriptor has it; slot: else, of x's row for the first tap.
   __device__ __forceinline__ void multiply(uint32_t operands, uint32_t all_ones, const uint32_t (&halo)[4], int pitch,
                                            int slot) {
-    const uint64_t b_ones = norm_lse_descriptor(wgmma_b_descriptor(all_ones), 128);
     wgmma_fence();
     if constexpr (kHalf) {
+      const uint64_t b_ones = norm_lse_descriptor(wgmma_b_descriptor(all_ones), 128);
       const uint32_t a_first = wgmma_b_descriptor(operands);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -112,7 +130,7 @@ struct NormLseDweightSums {
         for (int tap = 0; tap < kTaps; ++tap) {
           norm_lse_wgmma<kMath, 24>(taps[tap], a, norm_lse_descriptor(halo[k] + tap * pitch, 16));
         }
-        norm_lse_wgmma<kMath, 8>(ones, a, b_ones);
+        norm_lse_wgmma<kMath, 8>(bias, a, b_ones);
       }
     } else {
       const uint32_t a_first = wgmma_b_descriptor(operands, Operands::kUnit);
@@ -132,7 +150,6 @@ struct NormLseDweightSums {
           const uint32_t b = b_first[tap] + (k / 2 * kTaps * Operands::kXRow + k % 2 * 256) / 16;
           norm_lse_wgmma<kMath, 24>(taps[tap], a, norm_lse_descriptor(b, 128));
         }
-        norm_lse_wgmma<kMath, 8>(ones, a, b_ones);
       }
     }
     wgmma_commit();
@@ -141,7 +158,7 @@ struct NormLseDweightSums {
   __device__ __forceinline__ void use() {
 #pragma unroll
     for (int tap = 0; tap < kTaps; ++tap) wgmma_use(taps[tap]);
-    wgmma_use(ones);
+    if constexpr (kHalf) wgmma_use(bias);
   }
 
   // f(place among a block's sums, sum)
@@ -156,9 +173,15 @@ struct NormLseDweightSums {
         f(column * kNormLseColumns + c + (i >> 1 & 1) * 8, taps[tap][i]);
       }
     }
-    if (t == 0) {
-      f(kNormLseDxColumns * kNormLseColumns + c, ones[0]);
-      f(kNormLseDxColumns * kNormLseColumns + c + 8, ones[2]);
+    if constexpr (kHalf) {  // all columns of ones gave the same
+      const int row = (kNormLseDxColumns + t) * kNormLseColumns + c;
+      f(row, t == 0 ? bias[0] : 0.f);
+      f(row + 8, t == 0 ? bias[2] : 0.f);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        f((kNormLseDxColumns + warp) * kNormLseColumns + (lane >> 2) * 8 + t * 2 + i, bias[i]);
+      }
     }
   }
 
@@ -179,10 +202,12 @@ __global__ void __launch_bounds__(kNormLseSumLanes* kNormLseSumShares)
   const int lane = threadIdx.x % kNormLseSumLanes, share = threadIdx.x / kNormLseSumLanes;
   const int i = blockIdx.x * kNormLseSumLanes + lane;
   const int64_t blocks = p.n * p.plan.slices;
+  const int rows = i / kNormLseColumns == kNormLseDxColumns ? kNormLseBiasRows : 1;
   float sum = 0.f;
 #pragma unroll 4
   for (int64_t block = share; block < blocks; block += kNormLseSumShares) {
-    sum += q.dweight.partials[block * kNormLseDweightFloats + i];
+    const float* const from = q.dweight.partials + block * kNormLseDweightFloats + i;
+    for (int row = 0; row < rows; ++row) sum += from[row * kNormLseColumns];
   }
   shares[share][lane] = sum;
   __syncthreads();

@@ -311,11 +311,10 @@ template <bool kCoarse>
 __device__ __forceinline__ float norm_lse_tanh(float z) {
   return kCoarse ? tanh_approx(z) : fmaf(-2.f, rcp_approx(1.f + exp2_approx(z)), 1.f);
 }
-// exp(r): offset is the bias less the shift. y and the shift may be large and near each other: the product is not
-// rounded before the sum.
-__device__ __forceinline__ float norm_lse_exponential(float product, float offset, float th) {
+// exp(r), of y less the shift in powers of 2.
+__device__ __forceinline__ float norm_lse_exponential(float y, float th) {
   constexpr float kLog2E = 1.44269504088896340736f;
-  return exp2_approx(fmaf(th, fmaf(th, kLog2E / 6, kLog2E / 2), fmaf(product, kLog2E, offset)));
+  return exp2_approx(fmaf(th, fmaf(th, kLog2E / 6, kLog2E / 2), y));
 }
 
 #endif
@@ -352,8 +351,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   // Of a column: bias in powers of 2, scale and offset that make of its products z (or twice z in powers of 2), and
   // what centers them or, of the second pass, half of rstd weight.
   float4* const forward_table = reinterpret_cast<float4*>(smem + layout.columns);
-  // A third of rstd weight, then factor and offset that make of its products dy's part without the position's share,
-  // and rstd.
+  // Factor and offset that make of its products dy's part without the position's share, and rstd.
   float4* const backward_table = reinterpret_cast<float4*>(scratch + kWarps * kColumns * 2);
   uint32_t* const halo = smem + layout.halo;
   const int stage_words = few_channels_stage_words(plan);
@@ -394,13 +392,13 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
       if constexpr (!kSums) {
         const GradientRow<float> of_dy = static_cast<const GradientRow<float>*>(q.norm.rows)[n * p.c_out + c];
         row = of_dy.affine;
-        backward.y = -row.rstd * (row.rstd * of_dy.term_xhat);
-        backward.z = fmaf(bias - row.mean, backward.y, -row.rstd * of_dy.term);
+        backward.x = -row.rstd * (row.rstd * of_dy.term_xhat);
+        backward.y = fmaf(bias - row.mean, backward.x, -row.rstd * of_dy.term);
       } else {
         row = make_affine_row<float>(q.norm.affine, n, c);
       }
       const float scale = row.rstd * row.weight, unit = kCoarse ? 1.f : 2 * kLog2E;
-      backward.x = scale * (1.f / 3), backward.w = row.rstd;
+      backward.w = row.rstd;
       forward = make_float4(bias * kLog2E, scale * unit, fmaf(bias - row.mean, scale, row.bias) * unit,
                             kSums ? bias - row.mean : scale * 0.5f);
     }
@@ -611,7 +609,8 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
                 for (int half = 0; half < 2; ++half) {
                   const int i = j / 2 * 4 + half * 2 + (j & 1);
                   const float th = norm_lse_tanh<kCoarse>(fmaf(acc[i], column.y, column.z));
-                  const float e = norm_lse_exponential(acc[i], column.x - shift[half], th);
+                  // y and the shift may be large and near each other: the products are not rounded before the sum.
+                  const float e = norm_lse_exponential(fmaf(acc[i], kLog2E, column.x - shift[half]), th);
                   total[half] += e;
                   part[i] = e * (fmaf(-th, th, 1.f) * fmaf(th, 1.f / 3, 0.5f));
                 }
@@ -656,19 +655,34 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
               }
             }
           } else {
-            // dy, in place of the products.
             if (row < rows) {
+              // What a share is a factor of, then dy, in place of the products. A share that waits for all exponentials
+              // makes the compiler start their special functions together, for which sums for dweight leave no
+              // registers.
+              float part[kColumns / 2], total[2] = {0.f, 0.f};
 #pragma unroll
               for (int j = 0; j < 16; ++j) {
-                const int c = j / 2 * 8 + t * 2 + (j & 1);
-                const float4 column = forward_table[c], affine = backward_table[c];
+                const float4 column = forward_table[j / 2 * 8 + t * 2 + (j & 1)];
+                const float third = column.w * (2.f / 3);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                  float& v = acc[j / 2 * 4 + half * 2 + (j & 1)];
-                  const float th = norm_lse_tanh<kCoarse>(fmaf(v, column.y, column.z));
-                  const float gradient = own[half].y * norm_lse_exponential(v, column.x + own[half].x, th);
-                  const float slope = fmaf(fmaf(-th, th, 1.f), fmaf(th, affine.x, column.w), 1.f);  // of r by y
-                  v = fmaf(gradient, slope, fmaf(v, affine.y, affine.z));
+                  const int i = j / 2 * 4 + half * 2 + (j & 1);
+                  const float th = norm_lse_tanh<kCoarse>(fmaf(acc[i], column.y, column.z));
+                  const float e = norm_lse_exponential(fmaf(acc[i], kLog2E, column.x + own[half].x), th);
+                  if (kStore) total[half] += e;
+                  part[i] = e * fmaf(fmaf(-th, th, 1.f), fmaf(th, third, column.w), 1.f);
+                }
+              }
+              float share[2];
+#pragma unroll
+              for (int half = 0; half < 2; ++half) share[half] = kStore && total[half] == 0.f ? 0.f : own[half].y;
+#pragma unroll
+              for (int j = 0; j < 16; ++j) {
+                const float2 column = *reinterpret_cast<const float2*>(backward_table + j / 2 * 8 + t * 2 + (j & 1));
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                  const int i = j / 2 * 4 + half * 2 + (j & 1);
+                  acc[i] = fmaf(share[half], part[i], fmaf(acc[i], column.x, column.y));
                 }
               }
             }
@@ -697,6 +711,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
             }
             if constexpr (kMakesDweight) {
               if constexpr (!Dweight::kHalf) {
+                dweight.add_to_bias(lane, acc);
 #pragma unroll
                 for (int i = 0; i < kColumns / 2; ++i) acc[i] = __uint_as_float(round_for_tf32(acc[i]));
                 const int last = slot + plan.kernel[1] - 1;

@@ -62,7 +62,7 @@ Status run_norm_lse_dx_borders(const ConvNormLseParams& p, cudaStream_t stream) 
 
 Status run_norm_lse_dweight(const ConvNormLseParams& p, cudaStream_t stream) {
   return launch_after<norm_lse_dweight_kernel>(false, "norm_lse_dweight_kernel",
-                                               dim3(kNormLseDweightFloats / kNormLseSumLanes),
+                                               dim3((kNormLseDxColumns + 1) * kNormLseColumns / kNormLseSumLanes),
                                                kNormLseSumLanes * kNormLseSumShares, 0, stream, p);
 }
 

@@ -68,9 +68,10 @@ KGOPT_HD constexpr int norm_lse_operand_bytes(ConvMath math) {
 KGOPT_HD constexpr int norm_lse_dweight_bytes(ConvMath math) {
   return norm_lse_makes_dweight(math) ? kNormLseOnesBytes + kNormLseConsumers * norm_lse_operand_bytes(math) : 0;
 }
-// A block's sums: [tap and input channel, then dbias][64 output channels]. Of the kernel that adds up those of all
-// blocks, neighbours that a block sums, and threads that share one.
-inline constexpr int kNormLseDweightFloats = (kNormLseDxColumns + 1) * kNormLseColumns;
+// A block's sums: [tap and input channel, then four parts of dbias][64 output channels]. Of the kernel that adds up
+// those of all blocks, neighbours that a block sums, and threads that share one.
+inline constexpr int kNormLseBiasRows = 4;
+inline constexpr int kNormLseDweightFloats = (kNormLseDxColumns + kNormLseBiasRows) * kNormLseColumns;
 inline constexpr int kNormLseSumLanes = 32, kNormLseSumShares = 16;
 static_assert(kNormLseDweightFloats * 4 <= kNormLseConsumers * NormLseDweightOperands::kHalfBytes);
 
