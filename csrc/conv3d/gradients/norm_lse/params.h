@@ -61,7 +61,7 @@ struct NormLseDweightOperands {
   static constexpr int kTf32Bytes = kXFirst + 4 * kNormLseTaps * kXRow, kHalfBytes = 8 * kHalfBlock;
 };
 inline constexpr int kNormLseBarrier = 3;      // the first of the warpgroups' barriers, behind the loaders'
-inline constexpr int kNormLseOnesBytes = 256;  // eight columns of ones, for dbias
+inline constexpr int kNormLseOnesBytes = 256;  // eight columns of ones, for dbias of half types
 KGOPT_HD constexpr int norm_lse_operand_bytes(ConvMath math) {
   return math == ConvMath::kTf32 ? NormLseDweightOperands::kTf32Bytes : NormLseDweightOperands::kHalfBytes;
 }
