@@ -327,7 +327,8 @@ def test_few_channels_gradient_plans_refuse_with_a_reason(fragment: str, of: str
     ],
 )
 def test_plan_of_the_pass_that_makes_dy_and_dx(n, c_out, size, kernel, padding, item) -> None:
-    """Strips of four rows and more, or of all, beside which the weights for dx and what is carried fit."""
+    """Strips of four rows and more, or of all, beside which the weights for dx, what is carried and the operands of the
+    products for dweight fit."""
     dtype, allow_tf32 = item
     problem, output = make_problem(
         8, c_out, size, kernel=kernel, padding=padding, n=n, dtype=dtype, allow_tf32=allow_tf32, planar=True
@@ -342,7 +343,8 @@ def test_plan_of_the_pass_that_makes_dy_and_dx(n, c_out, size, kernel, padding, 
     stages = plan.stages * (plan.words // 4 + plan.zero_plane) * plan.plane * 4
     own = 64 * plan.k_steps * 8 * 4 * (1 if allow_tf32 else 2)
     exact = dtype == "float32" and allow_tf32
-    assert weights + (0 if exact else carried) + stages + own <= plan.smem_bytes
+    operands = 0 if not allow_tf32 else 256 + 3 * (26112 if exact else 8192)
+    assert weights + (0 if exact else carried) + operands + stages + own <= plan.smem_bytes
     assert plan.smem_bytes <= limits.smem_per_block
 
 

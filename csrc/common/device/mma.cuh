@@ -30,6 +30,18 @@ __device__ __forceinline__ void mma_fp16(float (&c)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// C += A B of fp32 operands in two terms of TF32 each, the small products first. The tensor core truncates when it adds
+// to its accumulator; summing the steps of K outside rounds.
+__device__ __forceinline__ void mma_tf32x3(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&a_rest)[4],
+                                           uint32_t b0, uint32_t b1, uint32_t b0_rest, uint32_t b1_rest) {
+  float partial[4] = {0.f, 0.f, 0.f, 0.f};
+  mma_tf32(partial, a_rest, b0, b1);
+  mma_tf32(partial, a, b0_rest, b1_rest);
+  mma_tf32(partial, a, b0, b1);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) c[i] += partial[i];
+}
+
 // Round to nearest: the tensor core itself would truncate, which biases every product towards zero.
 __device__ __forceinline__ uint32_t to_tf32(float x) {
   uint32_t r;

@@ -624,8 +624,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_mean_gradient
 }
 
 // The third pipeline's gradients, likewise: the convolution is computed twice from x, in registers, once for the norm's
-// sums and once for dy. Where another kernel is the choice for a gradient, or the passes are not for such a
-// convolution, the last result is empty, and nothing has been done.
+// sums and once for dy, which is stored only where the same pass does not multiply it. Where another kernel is the
+// choice for a gradient, or the passes are not for such a convolution, the last result is empty, and nothing has been
+// done.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_lse_gradients(
     Tensor dout, Tensor x, Tensor weight, OptTensor bias, OptTensor gn_weight, OptTensor gn_bias, Tensor mean,
     Tensor rstd, int64_t num_groups, IntArray stride, IntArray padding, IntArray dilation, int64_t groups,
@@ -678,9 +679,54 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_lse_gradients
   prepare_backward_passes(op, x, dense_mean, dense_rstd, w, b, std::tuple_cat(std::make_tuple(none), affine), &space,
                           &p.norm);
   p.dlse = static_cast<const float*>(dense_dout.const_data_ptr());
+  Workspace of_positions(x);
+  const int64_t shares = of_positions.reserve(p.norm.dims.n * p.norm.dims.s * 8);
+  of_positions.allocate();
+  p.shares = of_positions.at<float>(shares);
   raise_on_error(op, run_conv_norm_lse_sums(p, stream));
   raise_on_error(op, run_group_norm_passes_bwd_merge(p.norm, stream));
   if (!(mask[0] || mask[1] || mask[2])) return {dx, dweight, dbias, std::get<0>(affine), std::get<1>(affine)};
+
+  const bool fused = !plans->fused.refusal;
+  const bool makes_dweight = fused && norm_lse_makes_dweight(plans->fused.math);
+  Workspace space_of_products(x);
+  if (fused && (mask[0] || makes_dweight)) {
+    p.conv.plan = plans->fused;
+    place_norm_lse_frames(p.conv, &p.dx);
+    const int64_t frames = space_of_products.reserve(mask[0] ? shape.n * p.dx.frame_n * kNormLseDxChannels * 4 : 0);
+    const int64_t partials =
+        space_of_products.reserve(makes_dweight ? shape.n * plans->fused.slices * kNormLseDweightFloats * 4 : 0);
+    space_of_products.allocate();
+    p.dx.frames = space_of_products.at<float>(frames);
+    p.dweight.partials = space_of_products.at<float>(partials);
+  }
+  if (fused && mask[0]) {
+    dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
+    p.dx.dx = dx.mutable_data_ptr();
+    int64_t stride_c, strides[2];
+    planar_strides(dx, rank, &p.dx.stride_n, &stride_c, strides);
+    p.dx.stride_c = static_cast<int>(stride_c);
+    std::copy(strides, strides + 2, p.dx.stride);
+    p.dx.pairs = shape.in[2] % 2 == 0 && shape.padding[2] % 2 == 0;
+  }
+  if (makes_dweight) {
+    raise_on_error(op, run_conv_norm_lse_gradients(p, stream));
+    if (mask[0]) raise_on_error(op, run_norm_lse_dx_borders(p, stream));
+    if (mask[1] || mask[2]) {
+      dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
+      if (mask[2]) dbias = empty_like_shape(weight, {shape.c_out});
+      int64_t strides[3];
+      spatial_strides(dweight, rank, strides);
+      p.dweight.dw = dweight.mutable_data_ptr();
+      p.dweight.dbias = mask[2] ? dbias.mutable_data_ptr() : nullptr;
+      p.dweight.stride_out = dweight.stride(0), p.dweight.stride_in = dweight.stride(1);
+      std::copy(strides + 1, strides + 3, p.dweight.stride);
+      p.dweight.dtype = check_dtype(op, "weight", dweight);
+      raise_on_error(op, run_norm_lse_dweight(p, stream));
+      if (mask[2]) dbias = as_type_of(dbias, x);
+    }
+    return {dx, mask[1] ? dweight : none, dbias, std::get<0>(affine), std::get<1>(affine)};
+  }
 
   IntArray sizes = shape.out_sizes;
   p.row = static_cast<int>(made_row_elements(shape.out[2], size));
@@ -690,32 +736,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_lse_gradients
   p.conv.y_stride_n = dy.stride(0);
   p.conv.stored_stride_c = dy.stride(1);
   spatial_strides(dy, rank, p.conv.y_stride);
-  const bool fused = mask[0] && !plans->fused.refusal;
-  if (fused) {
-    p.conv.plan = plans->fused;
-    dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
-    p.dx.dx = dx.mutable_data_ptr();
-    int64_t stride_c, strides[2];
-    planar_strides(dx, rank, &p.dx.stride_n, &stride_c, strides);
-    p.dx.stride_c = static_cast<int>(stride_c);
-    std::copy(strides, strides + 2, p.dx.stride);
-    p.dx.pairs = shape.in[2] % 2 == 0 && shape.padding[2] % 2 == 0;
-    Workspace frames(x);
-    place_norm_lse_frames(p.conv, &p.dx);
-    const int64_t place = frames.reserve(shape.n * p.dx.frame_n * kNormLseDxChannels * 4);
-    frames.allocate();
-    p.dx.frames = frames.at<float>(place);
-    raise_on_error(op, run_conv_norm_lse_store(p, stream));
-    raise_on_error(op, run_norm_lse_dx_borders(p, stream));
-  } else {
-    raise_on_error(op, run_conv_norm_lse_store(p, stream));
-  }
+  raise_on_error(op, run_conv_norm_lse_store(p, stream));
+  if (p.dx.dx) raise_on_error(op, run_norm_lse_dx_borders(p, stream));
   if (mask[1] || mask[2]) {
     std::optional<Tensor> sums;
     std::tie(dweight, sums) = conv_few_wgrad(op, dy, planes, weight, shape, plans->dweight, mask[2]);
     if (sums) dbias = *sums;
   }
-  if (mask[0] && !fused) dx = conv_few_dgrad(op, dy, planes, weight, shape, plans->dx);
+  if (mask[0] && !p.dx.dx) dx = conv_few_dgrad(op, dy, planes, weight, shape, plans->dx);
   return {dx, mask[1] ? dweight : none, dbias, std::get<0>(affine), std::get<1>(affine)};
 }
 

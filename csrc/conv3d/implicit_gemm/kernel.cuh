@@ -369,15 +369,7 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
             const uint2 b = b_frag[nb * 64];
             const uint2 b_lo = b_frag[nb * 64 + 32];
 #pragma unroll
-            for (int mb = 0; mb < kMB; ++mb) {
-              // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
-              float partial[4] = {0.f, 0.f, 0.f, 0.f};
-              mma_tf32(partial, a_lo[mb], b.x, b.y);
-              mma_tf32(partial, a[mb], b_lo.x, b_lo.y);
-              mma_tf32(partial, a[mb], b.x, b.y);
-#pragma unroll
-              for (int i = 0; i < 4; ++i) acc[mb][nb][i] += partial[i];
-            }
+            for (int mb = 0; mb < kMB; ++mb) mma_tf32x3(acc[mb][nb], a[mb], a_lo[mb], b.x, b.y, b_lo.x, b_lo.y);
           }
         } else {
 #pragma unroll

@@ -104,13 +104,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kRowTiles][4][4],
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       if constexpr (kMath == ConvMath::kTf32x3) {
-        // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
-        float partial[4] = {0.f, 0.f, 0.f, 0.f};
-        mma_tf32(partial, a[2 * m + 1], b.v[j][0], b.v[j][1]);
-        mma_tf32(partial, a[2 * m], b.rest[j][0], b.rest[j][1]);
-        mma_tf32(partial, a[2 * m], b.v[j][0], b.v[j][1]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[m][j][i] += partial[i];
+        mma_tf32x3(acc[m][j], a[2 * m], a[2 * m + 1], b.v[j][0], b.v[j][1], b.rest[j][0], b.rest[j][1]);
       } else if constexpr (kMath == ConvMath::kTf32) {
         mma_tf32(acc[m][j], a[m], b.v[j][0], b.v[j][1]);
       } else if constexpr (kMath == ConvMath::kBf16) {

@@ -2,9 +2,9 @@
 //   p  = dlse exp(r) / sum_channels exp(r)                        the gradient of r
 //   dz = p (1 - t^2) (t / 3 + 1/2)
 //   dy = p + rstd (weight dz - (sum_group weight dz + xhat sum_group weight dz xhat) / m)
-// Two passes over x compute y alike, in registers: the first adds up dz and dz xhat, the second stores dy and, where
-// the plan is one for it, multiplies it for dx. y itself is never stored, so that neither pass reads more than x and
-// dlse, and what is rounded is dy alone.
+// Two passes over x compute y alike, in registers: the first adds up dz and dz xhat, and leaves each position's share
+// of its exponentials. The second multiplies dy for dx and dweight where the plan is one for it, else it stores dy. y
+// itself is never stored, so that neither pass reads more than x and some words of a position.
 //
 // Products and their operands are those of conv3d/few_channels/gather/kernel.cuh: rows are positions, columns all the
 // channels, so that what belongs to a position stays within four lanes. Of a strip a lane has neighbouring positions,
@@ -20,6 +20,7 @@
 #include "common/device/wgmma.cuh"
 #include "conv3d/few_channels/load.cuh"
 #include "conv3d/few_channels/weights.cuh"
+#include "conv3d/gradients/norm_lse/dweight.cuh"
 #include "conv3d/gradients/norm_lse/params.h"
 #include "conv3d/implicit_gemm/kernel.cuh"
 #include "groupnorm/shared/affine_row.cuh"
@@ -102,8 +103,8 @@ struct NormLseCarried<true> {
 };
 
 // dy of a warpgroup's 64 positions, as its accumulators lie, times the weights: done becomes the row of dx that no
-// later row of dy reaches, carried the two behind it.
-template <ConvMath kMath, typename Carried>
+// later row of dy reaches, carried the two behind it. kRounded: dy is what TF32's products cut off.
+template <ConvMath kMath, bool kRounded, typename Carried>
 __device__ __forceinline__ void norm_lse_dx_products(const float (&dy)[kNormLseColumns / 2], uint32_t b_first,
                                                      float (&done)[kNormLseDxRow], Carried& carried) {
   using Traits = ConvMathTraits<kMath>;
@@ -135,7 +136,7 @@ __device__ __forceinline__ void norm_lse_dx_products(const float (&dy)[kNormLseC
           if constexpr (Traits::kSplit == 2) {
             split_for_tf32(v, &a[s][i], &low[s][i]);
           } else {
-            a[s][i] = round_for_tf32(v);
+            a[s][i] = kRounded ? __float_as_uint(v) : round_for_tf32(v);
           }
         }
       }
@@ -303,15 +304,36 @@ __global__ void __launch_bounds__(kNormLseBorderThreads)
 #endif
 }
 
-template <ConvMath kMath, bool kLargeBatch, bool kStore>
+#if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// tanh of z, or within 2e-7 of it, of twice z in powers of 2.
+template <bool kCoarse>
+__device__ __forceinline__ float norm_lse_tanh(float z) {
+  return kCoarse ? tanh_approx(z) : fmaf(-2.f, rcp_approx(1.f + exp2_approx(z)), 1.f);
+}
+// exp(r), of y less the shift in powers of 2.
+__device__ __forceinline__ float norm_lse_exponential(float y, float th) {
+  constexpr float kLog2E = 1.44269504088896340736f;
+  return exp2_approx(fmaf(th, fmaf(th, kLog2E / 6, kLog2E / 2), y));
+}
+
+#endif
+
+template <ConvMath kMath, bool kLargeBatch, NormLsePass kPass>
 __global__ void __launch_bounds__(kNormLseThreads, 1)
     conv_norm_lse_kernel(const __grid_constant__ ConvNormLseParams q) {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Element = typename ConvMathTraits<kMath>::Element;
   constexpr int kColumns = kNormLseColumns, kProducers = kNormLseProducers, kConsumers = kNormLseConsumers;
   constexpr float kLog2E = 1.44269504088896340736f;
+  constexpr bool kSums = kPass == NormLsePass::kSums, kStore = kPass == NormLsePass::kStore;
+  constexpr bool kMakesDweight = kPass == NormLsePass::kGradients;
+  // TF32 and half types round y by more than the approximation is off.
+  constexpr bool kCoarse = ConvMathTraits<kMath>::kSplit == 1;
   constexpr int kLoaders = 128 * kProducers, kWarps = kConsumers * 4, kThreads = kNormLseThreads;
   constexpr int kSplit = ConvMathTraits<kMath>::kSplit, kBatch = few_channels_batch(kMath, 1, kLargeBatch);
+  // Steps whose fragments have registers, which sums for dweight take.
+  constexpr int kGroup = kMakesDweight && kBatch == 9 ? 3 : kBatch;
   constexpr WgmmaType kType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
                               : kMath == ConvMath::kFp16 ? WgmmaType::kFp16
                                                          : WgmmaType::kTf32;
@@ -326,9 +348,10 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   int* const offsets = reinterpret_cast<int*>(smem + layout.offsets);
   int2* const strip_table = reinterpret_cast<int2*>(smem + layout.strips);
   float* const scratch = reinterpret_cast<float*>(smem + layout.scratch);
-  // Of a column: bias, scale and offset that make of its products twice z in powers of 2, and what centers them.
+  // Of a column: bias in powers of 2, scale and offset that make of its products z (or twice z in powers of 2), and
+  // what centers them or, of the second pass, half of rstd weight.
   float4* const forward_table = reinterpret_cast<float4*>(smem + layout.columns);
-  // rstd weight, then factor and offset that make of its products dy's part without the position's share, and rstd.
+  // Factor and offset that make of its products dy's part without the position's share, and rstd.
   float4* const backward_table = reinterpret_cast<float4*>(scratch + kWarps * kColumns * 2);
   uint32_t* const halo = smem + layout.halo;
   const int stage_words = few_channels_stage_words(plan);
@@ -366,25 +389,33 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     if (c < p.c_out) {
       AffineRow<float> row;
       const float bias = p.bias ? to_acc(static_cast<const Element*>(p.bias)[c]) : 0.f;
-      if constexpr (kStore) {
+      if constexpr (!kSums) {
         const GradientRow<float> of_dy = static_cast<const GradientRow<float>*>(q.norm.rows)[n * p.c_out + c];
         row = of_dy.affine;
-        backward.y = -row.rstd * (row.rstd * of_dy.term_xhat);
-        backward.z = fmaf(bias - row.mean, backward.y, -row.rstd * of_dy.term);
+        backward.x = -row.rstd * (row.rstd * of_dy.term_xhat);
+        backward.y = fmaf(bias - row.mean, backward.x, -row.rstd * of_dy.term);
       } else {
         row = make_affine_row<float>(q.norm.affine, n, c);
       }
-      backward.x = row.rstd * row.weight, backward.w = row.rstd;
-      forward = make_float4(bias, backward.x * (2 * kLog2E), fmaf(bias - row.mean, backward.x, row.bias) * (2 * kLog2E),
-                            bias - row.mean);
+      const float scale = row.rstd * row.weight, unit = kCoarse ? 1.f : 2 * kLog2E;
+      backward.w = row.rstd;
+      forward = make_float4(bias * kLog2E, scale * unit, fmaf(bias - row.mean, scale, row.bias) * unit,
+                            kSums ? bias - row.mean : scale * 0.5f);
     }
     forward_table[c] = forward, backward_table[c] = backward;
   }
   few_channels_prepare_stages(plan, layout, smem, kThreads, kLoaders, kWarps);
-  [[maybe_unused]] const bool makes_dx = kStore && q.dx.dx != nullptr;
+  // Where dweight is made, so is dx: what stores dy makes dx without TF32 alone.
+  [[maybe_unused]] const bool makes_dx = (kMakesDweight || (kStore && kSplit == 2)) && q.dx.dx != nullptr;
   [[maybe_unused]] uint32_t* const dx_weights = smem + norm_lse_dx_smem(plan) / 4;
-  if constexpr (kStore) {
+  [[maybe_unused]] uint32_t* const ones = dx_weights + norm_lse_dx_bytes(kMath) / 4;
+  if constexpr (!kSums) {
     if (makes_dx) norm_lse_load_dx_weights<kMath>(p, dx_weights, tid);
+  }
+  if constexpr (kMakesDweight) {
+    const float pair[2] = {1.f, 1.f};
+    const Vec<Element, 2> packed = pack<Element>(pair);
+    if (tid < kNormLseOnesBytes / 4) ones[tid] = *reinterpret_cast<const uint32_t*>(&packed);
   }
   wgmma_fence_shared();  // the weights
   __syncthreads();
@@ -393,10 +424,20 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   TileCursor cursor = few_channels_tiles(plan, slice, &tile_count);
   const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
   if (tid < kLoaders) {
-    share_registers<kProducers, kConsumers, false>();
-    few_channels_load_tiles<kMath, true, kProducers>(p, layout, smem, n, 0, cursor, tile_count);
+    if constexpr (kMakesDweight) {  // sums take more of them
+      set_registers<32, false>();
+    } else {
+      share_registers<kProducers, kConsumers, false>();
+    }
+    // Products read the halo itself where they take half types.
+    constexpr bool kForProducts = kMakesDweight && ConvMathTraits<kMath>::kPerWord == 2;
+    few_channels_load_tiles<kMath, true, kProducers, kForProducts>(p, layout, smem, n, 0, cursor, tile_count);
   } else {
-    share_registers<kProducers, kConsumers, true>();
+    if constexpr (kMakesDweight) {
+      set_registers<160, true>();
+    } else {
+      share_registers<kProducers, kConsumers, true>();
+    }
     const int lane = tid & 31, warp = tid / 32 - kLoaders / 32, g = lane >> 2, t = lane & 3;
     const int jobs = (plan.strips + 3) / 4;
     uint32_t b_first = wgmma_b_descriptor(shared_address(weights));
@@ -407,19 +448,23 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     const int lane_bytes = ((lane & 7) * 2 + (lane >> 3 & 1)) * plan.step[2] * 16;
     const int* const own_offsets = offsets + (lane >> 4) * plan.k_steps;
     const int base_step = plan.step[1] * plan.pitch * 16;
-    [[maybe_unused]] const int steps = (plan.k_words + 7) / 8;
     const int64_t positions = int64_t(p.out[0]) * p.out[1] * p.out[2];
-    const float* const dlse = q.dlse + n * positions;
+    [[maybe_unused]] const float* const dlse = q.dlse + n * positions;
+    float2* const shares = reinterpret_cast<float2*>(q.shares) + n * positions;
     [[maybe_unused]] Element* const dx = static_cast<Element*>(q.dx.dx) + n * q.dx.stride_n;
     [[maybe_unused]] float* const frames = q.dx.frames + n * q.dx.frame_n * kNormLseDxChannels;
 
-    [[maybe_unused]] float sums[kStore ? 1 : 16][2] = {};
+    [[maybe_unused]] float sums[kSums ? 16 : 1][2] = {};
     // Of the two rows of dx that the next rows of dy add to.
     [[maybe_unused]] NormLseCarried<norm_lse_carries_in_shared(kMath)> carried(
         dx_weights + norm_lse_dx_weight_bytes(kMath) / 4, tid - kLoaders);
     [[maybe_unused]] uint32_t dx_first = wgmma_b_descriptor(shared_address(dx_weights));
-    if constexpr (kStore) asm volatile("" : "+r"(dx_first));
-    float shift[2] = {0.f, 0.f};
+    if constexpr (!kSums) asm volatile("" : "+r"(dx_first));
+    using Dweight = NormLseDweightSums<kMakesDweight ? kMath : ConvMath::kTf32>;
+    [[maybe_unused]] Dweight dweight;
+    [[maybe_unused]] const uint32_t operands =
+        shared_address(ones) + kNormLseOnesBytes + warp / 4 * norm_lse_operand_bytes(kMath);
+    [[maybe_unused]] float shift[2] = {0.f, 0.f};
     int stage = 0, job = warp / 4;
     uint32_t parity = 0;
     for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
@@ -436,8 +481,28 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
         // The four warps of a warpgroup go together, wherever their strips end.
         const int out_rows = plan.segments == 1 ? rows : plan.rows;
         uint32_t base = shared_address(halo + stage * stage_words) + strip.x + lane_bytes;
+        const bool is_whole = __all_sync(0xffffffffu, valid[0] && valid[1]);
+        const int64_t position = (int64_t(d) * p.out[1] + h0) * p.out[2] + w;
+        float2* shares_at = shares + position;
+        [[maybe_unused]] const float* dlse_at = dlse + position;
         [[maybe_unused]] int dx_at, frame_at;
-        if constexpr (kStore) {
+        [[maybe_unused]] uint32_t halo_at[4];  // of half types, the four strips' rows
+        [[maybe_unused]] int slot = 0;         // of TF32, in which the row's first row of x lies
+        if constexpr (kMakesDweight) {
+          if constexpr (Dweight::kHalf) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const int at = strip_table[min(job * 4 + i, plan.strips - 1)].x;
+              halo_at[i] = wgmma_b_descriptor(shared_address(halo + stage * stage_words) + at);
+            }
+          } else {
+            named_barrier(kNormLseBarrier + warp / 4, 128);  // the strip before is multiplied
+            for (int i = 0; i < plan.kernel[1] - 1; ++i) {
+              Dweight::put_x(operands, warp & 3, lane, i, base - lane_bytes + i * base_step, plan);
+            }
+          }
+        }
+        if constexpr (!kSums) {
           if (makes_dx) {
             dx_at = t * 2 * q.dx.stride_c + d * q.dx.stride[0] + (h0 + plan.origin[1]) * q.dx.stride[1] + w +
                     plan.origin[2];
@@ -450,46 +515,56 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
           }
         }
 #pragma unroll 1
-        for (int row = 0; row < out_rows; ++row, base += base_step) {
+        for (int row = 0; row < out_rows; ++row, base += base_step, shares_at += p.out[2], dlse_at += p.out[2]) {
           float acc[kColumns / 2];
-          float own_dlse[2] = {0.f, 0.f};
+          [[maybe_unused]] float own_dlse[2] = {0.f, 0.f};
+          [[maybe_unused]] float2 own[2] = {};
           if (row < rows) {
-            const float* const at = dlse + (int64_t(d) * p.out[1] + h0 + row) * p.out[2] + w;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              if (valid[half]) own_dlse[half] = at[half];
+              if (!valid[half]) continue;
+              if constexpr (kSums) {
+                own_dlse[half] = dlse_at[half];
+              } else {
+                own[half] = shares_at[half];
+              }
             }
           }
           if constexpr (kSplit == 2) {
-            // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
-            uint32_t raw[4];
-            load_matrices(raw, base + own_offsets[0]);
+            // The tensor core truncates when it adds to its accumulator; summing a few steps outside rounds.
 #pragma unroll 1
-            for (int k = 0; k < steps; ++k) {
-              uint32_t high[4], low[4];
+            for (int first = 0; first < plan.k_steps; first += kBatch) {
+              uint32_t high[kBatch][4], low[kBatch][4];
 #pragma unroll
-              for (int i = 0; i < 4; ++i) split_tf32_for_stats(__uint_as_float(raw[i]), &high[i], &low[i]);
+              for (int k = 0; k < kBatch; ++k) {
+                uint32_t raw[4];
+                load_matrices(raw, base + own_offsets[first + k]);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) split_tf32_for_stats(__uint_as_float(raw[i]), &high[k][i], &low[k][i]);
+              }
               float partial[kColumns / 2];
-              const uint32_t b = b_first + k * kBStep;
               wgmma_fence();
-              wgmma<kType, kColumns>(partial, low, b, false);
-              wgmma<kType, kColumns>(partial, high, b + plan.k_steps * kBStep, true);
-              wgmma<kType, kColumns>(partial, high, b, true);
+#pragma unroll
+              for (int k = 0; k < kBatch; ++k) {
+                const uint32_t b = b_first + (first + k) * kBStep;
+                wgmma<kType, kColumns>(partial, low[k], b, k > 0);
+                wgmma<kType, kColumns>(partial, high[k], b + plan.k_steps * kBStep, true);
+                wgmma<kType, kColumns>(partial, high[k], b, true);
+              }
               wgmma_commit();
-              if (k + 1 < steps) load_matrices(raw, base + own_offsets[k + 1]);
               wgmma_wait<0>();
               wgmma_use(partial);
 #pragma unroll
-              for (int i = 0; i < kColumns / 2; ++i) acc[i] = k == 0 ? partial[i] : acc[i] + partial[i];
+              for (int i = 0; i < kColumns / 2; ++i) acc[i] = first == 0 ? partial[i] : acc[i] + partial[i];
             }
           } else {
-            for (int first = 0; first < plan.k_steps; first += kBatch) {
-              uint32_t a[kBatch][4];
+            for (int first = 0; first < plan.k_steps; first += kGroup) {
+              uint32_t a[kGroup][4];
 #pragma unroll
-              for (int i = 0; i < kBatch; ++i) load_matrices(a[i], base + own_offsets[first + i]);
+              for (int i = 0; i < kGroup; ++i) load_matrices(a[i], base + own_offsets[first + i]);
               wgmma_fence();
 #pragma unroll
-              for (int i = 0; i < kBatch; ++i) {
+              for (int i = 0; i < kGroup; ++i) {
                 wgmma<kType, kColumns>(acc, a[i], b_first + (first + i) * kBStep, i > 0 || first > 0);
               }
               wgmma_commit();
@@ -497,12 +572,17 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
             }
             wgmma_use(acc);
           }
-          if (row >= rows && !makes_dx) continue;
+          // All four warps are through with the products of the row before, whose operands are written anew.
+          if constexpr (kMakesDweight) {
+            dweight.use();
+            named_barrier(kNormLseBarrier + warp / 4, 128);
+          }
+          if (row >= rows && (kSums || (kStore && !makes_dx))) continue;
 
-          // Of dz or, with kStore, of dy: what the position's share is a factor of. The shift is what the row before
-          // came to; where that is too far off, at the first row and where values leap, it is the largest y.
-          float own[kColumns / 2], total[2];
-          if (row < rows) {
+          if constexpr (kSums) {
+            // Of dz, what the position's share is a factor of. The shift is what the row before came to; where that is
+            // too far off, at the first row and where values leap, it is the largest y. All in powers of 2.
+            float part[kColumns / 2], total[2];
             for (bool is_exact = false;; is_exact = true) {
               if (is_exact) {
                 shift[0] = shift[1] = -INFINITY;
@@ -511,7 +591,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
                   const float bias = forward_table[j / 2 * 8 + t * 2 + (j & 1)].x;
 #pragma unroll
                   for (int half = 0; half < 2; ++half) {
-                    shift[half] = fmaxf(shift[half], acc[j / 2 * 4 + half * 2 + (j & 1)] + bias);
+                    shift[half] = fmaxf(shift[half], fmaf(acc[j / 2 * 4 + half * 2 + (j & 1)], kLog2E, bias));
                   }
                 }
 #pragma unroll
@@ -521,24 +601,18 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
                   if (shift[half] == -INFINITY) shift[half] = 0.f;  // zeros, not NaN
                 }
               }
-              const float power_shift[2] = {-shift[0] * kLog2E, -shift[1] * kLog2E};
               total[0] = total[1] = 0.f;
 #pragma unroll
               for (int j = 0; j < 16; ++j) {
-                const int c = j / 2 * 8 + t * 2 + (j & 1);
-                const float4 column = forward_table[c];
-                [[maybe_unused]] const float scale = kStore ? backward_table[c].x : 0.f;
+                const float4 column = forward_table[j / 2 * 8 + t * 2 + (j & 1)];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                   const int i = j / 2 * 4 + half * 2 + (j & 1);
-                  // Within 2e-7 of tanh.
-                  const float th = fmaf(-2.f, rcp_approx(1.f + exp2_approx(fmaf(acc[i], column.y, column.z))), 1.f);
+                  const float th = norm_lse_tanh<kCoarse>(fmaf(acc[i], column.y, column.z));
                   // y and the shift may be large and near each other: the products are not rounded before the sum.
-                  const float y = fmaf(acc[i], kLog2E, fmaf(column.x, kLog2E, power_shift[half]));
-                  const float e = exp2_approx(fmaf(th, fmaf(th, kLog2E / 6, kLog2E / 2), y));
-                  const float slope = fmaf(-th, th, 1.f) * fmaf(th, 1.f / 3, 0.5f);
+                  const float e = norm_lse_exponential(fmaf(acc[i], kLog2E, column.x - shift[half]), th);
                   total[half] += e;
-                  own[i] = e * (kStore ? fmaf(scale, slope, 1.f) : slope);
+                  part[i] = e * (fmaf(-th, th, 1.f) * fmaf(th, 1.f / 3, 0.5f));
                 }
               }
               bool fits = true;
@@ -554,32 +628,72 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               share[half] = total[half] == 0.f ? 0.f : __fdividef(own_dlse[half], total[half]);
-              const float result = shift[half] + __logf(total[half]);
+              if (t == half && valid[half]) shares_at[half] = make_float2(-shift[half], share[half]);
+              const float result = shift[half] + __log2f(total[half]);
               shift[half] = fabsf(result) < 1e30f ? result : 0.f;
             }
-            if constexpr (!kStore) {
+            if (!is_whole) {
 #pragma unroll
               for (int half = 0; half < 2; ++half) {
                 if (valid[half]) continue;  // what is not may be NaN
                 share[half] = 0.f;
 #pragma unroll
                 for (int j = 0; j < 16; ++j) {
-                  acc[j / 2 * 4 + half * 2 + (j & 1)] = own[j / 2 * 4 + half * 2 + (j & 1)] = 0.f;
+                  acc[j / 2 * 4 + half * 2 + (j & 1)] = part[j / 2 * 4 + half * 2 + (j & 1)] = 0.f;
                 }
               }
+            }
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+              const float center = forward_table[j / 2 * 8 + t * 2 + (j & 1)].w;
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                const int i = j / 2 * 4 + half * 2 + (j & 1);
+                const float dz = share[half] * part[i];
+                sums[j][0] += dz;
+                sums[j][1] = fmaf(dz, acc[i] + center, sums[j][1]);
+              }
+            }
+          } else {
+            if (row < rows) {
+              // What a share is a factor of, then dy, in place of the products. A share that waits for all exponentials
+              // makes the compiler start their special functions together, for which sums for dweight leave no
+              // registers.
+              float part[kColumns / 2], total[2] = {0.f, 0.f};
 #pragma unroll
               for (int j = 0; j < 16; ++j) {
-                const float center = forward_table[j / 2 * 8 + t * 2 + (j & 1)].w;
+                const float4 column = forward_table[j / 2 * 8 + t * 2 + (j & 1)];
+                const float third = column.w * (2.f / 3);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                   const int i = j / 2 * 4 + half * 2 + (j & 1);
-                  const float dz = share[half] * own[i];
-                  sums[j][0] += dz;
-                  sums[j][1] = fmaf(dz, acc[i] + center, sums[j][1]);
+                  const float th = norm_lse_tanh<kCoarse>(fmaf(acc[i], column.y, column.z));
+                  const float e = norm_lse_exponential(fmaf(acc[i], kLog2E, column.x + own[half].x), th);
+                  if (kStore) total[half] += e;
+                  part[i] = e * fmaf(fmaf(-th, th, 1.f), fmaf(th, third, column.w), 1.f);
                 }
               }
-            } else {
-              const bool is_there = inside && w < q.row;
+              float share[2];
+#pragma unroll
+              for (int half = 0; half < 2; ++half) share[half] = kStore && total[half] == 0.f ? 0.f : own[half].y;
+#pragma unroll
+              for (int j = 0; j < 16; ++j) {
+                const float2 column = *reinterpret_cast<const float2*>(backward_table + j / 2 * 8 + t * 2 + (j & 1));
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                  const int i = j / 2 * 4 + half * 2 + (j & 1);
+                  acc[i] = fmaf(share[half], part[i], fmaf(acc[i], column.x, column.y));
+                }
+              }
+            }
+            if (row >= rows || !is_whole) {  // the products are those of all warps of a warpgroup
+#pragma unroll
+              for (int i = 0; i < kColumns / 2; ++i) {
+                if (row >= rows || !valid[i >> 1 & 1]) acc[i] = 0.f;
+              }
+            }
+            if constexpr (kStore) {
+              const bool is_there = row < rows && inside && w < q.row;
               Element* to = static_cast<Element*>(p.stored) + n * p.y_stride_n + t * 2 * p.stored_stride_c +
                             d * p.y_stride[0] + (h0 + row) * p.y_stride[1] + w;
               const int64_t block_step = 8 * p.stored_stride_c;
@@ -588,34 +702,52 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
                 asm("" : "+l"(to));  // else all addresses are kept in registers
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
-                  const int i = j / 2 * 4 + k;
-                  const float4 column = backward_table[j / 2 * 8 + t * 2 + k];
-                  own[i] = valid[0] ? fmaf(share[0], own[i], fmaf(acc[i], column.y, column.z)) : 0.f;
-                  own[i + 2] = valid[1] ? fmaf(share[1], own[i + 2], fmaf(acc[i + 2], column.y, column.z)) : 0.f;
-                  const float v[2] = {own[i], own[i + 2]};
+                  const float v[2] = {acc[j / 2 * 4 + k], acc[j / 2 * 4 + k + 2]};
                   if (is_there && j / 2 * 8 + t * 2 + k < p.c_out) {
                     store_vec(to + k * p.stored_stride_c, pack<Element>(v));
                   }
                 }
               }
             }
-          } else {  // the products are those of all warps of a warpgroup
+            if constexpr (kMakesDweight) {
+              if constexpr (!Dweight::kHalf) {
+                dweight.add_to_bias(lane, acc);
 #pragma unroll
-            for (int i = 0; i < kColumns / 2; ++i) own[i] = 0.f;
-          }
-
-          if constexpr (kStore) {
-            if (!makes_dx) continue;
-            float done[kNormLseDxRow];
-            norm_lse_dx_products<kMath>(own, dx_first, done, carried);
-            if (row >= rows || !inside || w - 2 * g >= p.out[2]) continue;
-            // Behind the strip's last row come those that only its rows reach.
-            for (int i = row;; ++i) {
-              norm_lse_put_dx<Element>(q, dx + dx_at, frames + frame_at, h0, w, t, i, done);
-              if (row + 1 < rows || i == row + kNormLseTaps - 1) break;
-              carried.take(i - row, done);
+                for (int i = 0; i < kColumns / 2; ++i) acc[i] = __uint_as_float(round_for_tf32(acc[i]));
+                const int last = slot + plan.kernel[1] - 1;
+                Dweight::put_x(operands, warp & 3, lane, last < kNormLseTaps ? last : last - kNormLseTaps,
+                               base - lane_bytes + (plan.kernel[1] - 1) * base_step, plan);
+              }
+              Dweight::put_dy(operands, warp & 3, lane, acc);
+              wgmma_fence_shared();
+            }
+            if constexpr (kMakesDweight || kSplit == 2) {
+              float done[kNormLseDxRow];
+              if (makes_dx) norm_lse_dx_products<kMath, kMakesDweight>(acc, dx_first, done, carried);
+              if constexpr (kMakesDweight) {
+                // Under way until the next row's products are waited for.
+                named_barrier(kNormLseBarrier + warp / 4, 128);
+                dweight.multiply(operands, shared_address(ones), halo_at, plan.pitch, slot);
+                if constexpr (Dweight::kHalf) {
+#pragma unroll
+                  for (int i = 0; i < 4; ++i) halo_at[i] += plan.pitch;
+                } else {
+                  slot = slot + 1 < kNormLseTaps ? slot + 1 : 0;
+                }
+              }
+              if (!makes_dx || row >= rows || !inside || w - 2 * g >= p.out[2]) continue;
+              // Behind the strip's last row come those that only its rows reach.
+              for (int i = row;; ++i) {
+                norm_lse_put_dx<Element>(q, dx + dx_at, frames + frame_at, h0, w, t, i, done);
+                if (row + 1 < rows || i == row + kNormLseTaps - 1) break;
+                carried.take(i - row, done);
+              }
             }
           }
+        }
+        if constexpr (kMakesDweight) {
+          wgmma_wait<0>();
+          dweight.use();
         }
       }
       job -= jobs;
@@ -627,7 +759,18 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
       }
     }
 
-    if constexpr (!kStore) {
+    if constexpr (kMakesDweight) {
+      float* const shared = reinterpret_cast<float*>(ones + kNormLseOnesBytes / 4);
+      for (int turn = 0; turn < kConsumers; ++turn) {
+        named_barrier(1, kWarps * 32);
+        if (turn != warp / 4) continue;
+        dweight.for_each(warp & 3, lane, [&](int at, float sum) { shared[at] = turn == 0 ? sum : shared[at] + sum; });
+      }
+      named_barrier(1, kWarps * 32);
+      float* const to = q.dweight.partials + int64_t(blockIdx.x) * kNormLseDweightFloats;
+      for (int i = tid - kLoaders; i < kNormLseDweightFloats; i += kWarps * 32) to[i] = shared[i];
+    }
+    if constexpr (kSums) {
       // Thread -> warp (positions of one channel lie in the lanes of equal t) -> block, always in the same order.
 #pragma unroll
       for (int j = 0; j < 16; ++j) {

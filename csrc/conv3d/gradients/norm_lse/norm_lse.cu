@@ -6,29 +6,35 @@
 namespace kgopt {
 namespace {
 
-template <ConvMath kMath, bool kStore>
+template <ConvMath kMath, NormLsePass kPass>
 Status launch_norm_lse(const ConvNormLseParams& p, cudaStream_t stream) {
   const FewChannelsPlan& plan = p.conv.plan;
   const char* const name = "conv_norm_lse_kernel";
   const dim3 grid(static_cast<unsigned>(p.conv.n * plan.slices));
-  if constexpr (kMath == ConvMath::kTf32x3) {  // which takes its steps one by one
-    return launch_after<conv_norm_lse_kernel<kMath, true, kStore>>(false, name, grid, kNormLseThreads, plan.smem_bytes,
+  // 3xTF32 has the smaller batch alone. Up to 9 taps of 8 half channels are 5 steps.
+  constexpr bool kSmallOnly =
+      kMath == ConvMath::kTf32x3 || (kPass == NormLsePass::kGradients && conv_channels_per_word(kMath) == 2);
+  if constexpr (kSmallOnly) {
+    if (plan.large_batch) return Status::Unsupported(name, "no instance of the larger batch");
+    return launch_after<conv_norm_lse_kernel<kMath, false, kPass>>(false, name, grid, kNormLseThreads, plan.smem_bytes,
                                                                    stream, p);
   } else {
-    return plan.large_batch ? launch_after<conv_norm_lse_kernel<kMath, true, kStore>>(
-                                  false, name, grid, kNormLseThreads, plan.smem_bytes, stream, p)
-                            : launch_after<conv_norm_lse_kernel<kMath, false, kStore>>(
+    return plan.large_batch ? launch_after<conv_norm_lse_kernel<kMath, true, kPass>>(false, name, grid, kNormLseThreads,
+                                                                                     plan.smem_bytes, stream, p)
+                            : launch_after<conv_norm_lse_kernel<kMath, false, kPass>>(
                                   false, name, grid, kNormLseThreads, plan.smem_bytes, stream, p);
   }
 }
 
-template <bool kStore>
+template <NormLsePass kPass>
 Status launch(const ConvNormLseParams& p, cudaStream_t stream) {
   switch (p.conv.plan.math) {
-    case ConvMath::kTf32: return launch_norm_lse<ConvMath::kTf32, kStore>(p, stream);
-    case ConvMath::kTf32x3: return launch_norm_lse<ConvMath::kTf32x3, kStore>(p, stream);
-    case ConvMath::kBf16: return launch_norm_lse<ConvMath::kBf16, kStore>(p, stream);
-    case ConvMath::kFp16: return launch_norm_lse<ConvMath::kFp16, kStore>(p, stream);
+    case ConvMath::kTf32: return launch_norm_lse<ConvMath::kTf32, kPass>(p, stream);
+    case ConvMath::kBf16: return launch_norm_lse<ConvMath::kBf16, kPass>(p, stream);
+    case ConvMath::kFp16: return launch_norm_lse<ConvMath::kFp16, kPass>(p, stream);
+    case ConvMath::kTf32x3:
+      if constexpr (kPass != NormLsePass::kGradients) return launch_norm_lse<ConvMath::kTf32x3, kPass>(p, stream);
+      [[fallthrough]];
     default: return Status::Unsupported("conv_norm_lse_kernel", "no instance of this kind of products");
   }
 }
@@ -54,7 +60,20 @@ Status run_norm_lse_dx_borders(const ConvNormLseParams& p, cudaStream_t stream) 
   }
 }
 
-Status run_conv_norm_lse_sums(const ConvNormLseParams& p, cudaStream_t stream) { return launch<false>(p, stream); }
-Status run_conv_norm_lse_store(const ConvNormLseParams& p, cudaStream_t stream) { return launch<true>(p, stream); }
+Status run_norm_lse_dweight(const ConvNormLseParams& p, cudaStream_t stream) {
+  return launch_after<norm_lse_dweight_kernel>(false, "norm_lse_dweight_kernel",
+                                               dim3((kNormLseDxColumns + 1) * kNormLseColumns / kNormLseSumLanes),
+                                               kNormLseSumLanes * kNormLseSumShares, 0, stream, p);
+}
+
+Status run_conv_norm_lse_sums(const ConvNormLseParams& p, cudaStream_t stream) {
+  return launch<NormLsePass::kSums>(p, stream);
+}
+Status run_conv_norm_lse_store(const ConvNormLseParams& p, cudaStream_t stream) {
+  return launch<NormLsePass::kStore>(p, stream);
+}
+Status run_conv_norm_lse_gradients(const ConvNormLseParams& p, cudaStream_t stream) {
+  return launch<NormLsePass::kGradients>(p, stream);
+}
 
 }  // namespace kgopt

@@ -17,6 +17,9 @@ inline constexpr int kNormLseColumns = 64;  // channels, all of them in one bloc
 inline constexpr int kNormLseProducers = 1, kNormLseConsumers = 3;
 inline constexpr int kNormLseThreads = 128 * (kNormLseProducers + kNormLseConsumers);
 
+// The first pass, and two kinds of the second: dy in memory, or its products for dx and dweight.
+enum class NormLsePass { kSums, kStore, kGradients };
+
 // dx from dy while that is in registers: of kernels of up to three rows and columns, which count as 3 x 3, and up to
 // eight input channels. A strip of `rows` by 16 positions reaches two rows and columns further in dx. What is another
 // strip's there goes to a frame in memory, which a kernel of its own adds to that strip's part. The latter waits in dx
@@ -47,6 +50,38 @@ KGOPT_HD constexpr int norm_lse_dx_bytes(ConvMath math) {
   return norm_lse_dx_weight_bytes(math) + carried;
 }
 
+// dweight from dy while that is in registers, of the same convolutions as dx: what the products read of shared memory,
+// in bytes, of a warpgroup. Without TF32 dy in two terms would be twice that, and dy is stored.
+KGOPT_HD constexpr bool norm_lse_makes_dweight(ConvMath math) { return math != ConvMath::kTf32x3; }
+struct NormLseDweightOperands {
+  static constexpr int kHalfBlock = 64 * 16;  // half types: 8 channels of 64 positions
+  // TF32: a unit of 16 bytes of 64 channels, 4 of which are a strip's, so that odd ones lie half of the banks further.
+  static constexpr int kUnit = 64 * 16 + 32, kDyBytes = 4 * kUnit;
+  static constexpr int kXRow = 6 * 8 * 16, kXFirst = 4 * kDyBytes;  // x of a strip's row, and the first strip's
+  static constexpr int kTf32Bytes = kXFirst + 4 * kNormLseTaps * kXRow, kHalfBytes = 8 * kHalfBlock;
+};
+inline constexpr int kNormLseBarrier = 3;      // the first of the warpgroups' barriers, behind the loaders'
+inline constexpr int kNormLseOnesBytes = 256;  // eight columns of ones, for dbias of half types
+KGOPT_HD constexpr int norm_lse_operand_bytes(ConvMath math) {
+  return math == ConvMath::kTf32 ? NormLseDweightOperands::kTf32Bytes : NormLseDweightOperands::kHalfBytes;
+}
+KGOPT_HD constexpr int norm_lse_dweight_bytes(ConvMath math) {
+  return norm_lse_makes_dweight(math) ? kNormLseOnesBytes + kNormLseConsumers * norm_lse_operand_bytes(math) : 0;
+}
+// A block's sums: [tap and input channel, then four parts of dbias][64 output channels]. Of the kernel that adds up
+// those of all blocks, neighbours that a block sums, and threads that share one.
+inline constexpr int kNormLseBiasRows = 4;
+inline constexpr int kNormLseDweightFloats = (kNormLseDxColumns + kNormLseBiasRows) * kNormLseColumns;
+inline constexpr int kNormLseSumLanes = 32, kNormLseSumShares = 16;
+static_assert(kNormLseDweightFloats * 4 <= kNormLseConsumers * NormLseDweightOperands::kHalfBytes);
+
+struct NormLseDweight {
+  float* partials;   // [blocks of the second pass][kNormLseDweightFloats]
+  void *dw, *dbias;  // either may be null
+  int64_t stride_out, stride_in, stride[2];
+  Dtype dtype;
+};
+
 // Rows of the width are dense in dx. Frames lie as [n, depth, strips across, strips down], each strip's at its first
 // row of dy times frame_row, so that nothing is divided; in positions of eight fp32 values.
 struct NormLseDx {
@@ -63,9 +98,13 @@ struct ConvNormLseParams {
   // `stored` is the gradient: rows of the width are dense, zeros fill them up to `row` elements.
   FewChannelsParams conv;
   int row;
-  const float* dlse;              // [n, positions]
+  const float* dlse;  // [n, positions]
+  // Of each position, what the first pass leaves for the second: minus the shift of its exponentials, in powers of 2,
+  // and dlse over their sum.
+  float* shares;
   GroupNormPassesBwdParams norm;  // the first pass writes its partial sums, the second reads its rows
   NormLseDx dx;                   // of the second pass
+  NormLseDweight dweight;         // of the second pass that stores nothing
 };
 
 // Strips of dy down and across a plane, and positions of dx that the borders' kernel looks at.
@@ -121,7 +160,13 @@ inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& lim
   FewChannelsPlan p = plan_few_channels(q, limits);
   if (p.refusal) return p;
   if (!p.chunked) return refuse("input channels that 16 bytes of a position do not divide");
-  p.math = math;  // weights in two parts, where that is 3xTF32
+  p.math = math;
+  if (math == ConvMath::kTf32x3) {  // weights in two parts, and sums of few steps
+    p.large_batch = false;
+    p.batch = few_channels_batch(math, 1, p.large_batch);
+    p.k_steps = ((p.k_words + 7) / 8 + p.batch - 1) / p.batch * p.batch;
+    p.zero_plane = p.k_words != p.k_steps * 8;
+  }
   p.producers = kNormLseProducers, p.consumers = kNormLseConsumers;
   plan_detail::BestTile best{q, limits};
   plan_detail::for_each_tile(
@@ -137,7 +182,7 @@ inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& lim
               const int jobs = (p.strips + 3) / 4;
               double rounds = (jobs + p.consumers - 1) / p.consumers, row = kNormLseRowCycles, frames = 0;
               if (makes_dx) {
-                p.smem_bytes = norm_lse_dx_smem(p) + norm_lse_dx_bytes(math);
+                p.smem_bytes = norm_lse_dx_smem(p) + norm_lse_dx_bytes(math) + norm_lse_dweight_bytes(math);
                 if (p.smem_bytes > limits.smem_per_block) continue;
                 if (jobs * (p.stages - 1) >= p.consumers) rounds = double(jobs) / p.consumers;
                 row += kNormLseDxCycles;
@@ -158,7 +203,7 @@ inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& lim
 // products copy in whole pieces.
 struct NormLsePlans {
   FewChannelsPlan norm;
-  FewChannelsPlan fused;  // of the second pass where it makes dx too; its refusal is none of the whole
+  FewChannelsPlan fused;  // of the second pass where it makes dx, and dweight; its refusal is none of the whole
   FewWgradPlan dweight;
   FewDgradPlan dx;
 

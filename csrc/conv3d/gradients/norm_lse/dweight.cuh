@@ -1,0 +1,231 @@
+// dweight and dbias from the dy that a warpgroup has in registers: dy^T [64 channels x 64 positions] times x [64
+// positions x 8 input channels], for each tap; both operands in shared memory, sums in registers from start to end.
+//
+// Half types: dy lies as [8 channels][position][channel], channels innermost, and x is the halo as it lies, a tap of
+// the width being 16 bytes further. TF32 has no such operands, positions have to be innermost. A unit of 16 bytes holds
+// positions u, u + 4, u + 8 and u + 12 of a strip; a tap of the width is the next unit, so x needs six of them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "common/device/async.cuh"
+#include "common/device/dtype.cuh"
+#include "common/device/mma.cuh"
+#include "common/device/wgmma.cuh"
+#include "conv3d/gradients/norm_lse/params.h"
+#include "conv3d/implicit_gemm/kernel.cuh"
+
+namespace kgopt {
+
+#if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// D[64 x kN] += A B; half types with channels innermost in both.
+template <ConvMath kMath, int kN>
+__device__ __forceinline__ void norm_lse_wgmma(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descriptor) {
+  constexpr bool add = true;
+  static_assert(kN == 24 || kN == 8);
+#define KGOPT_NORM_LSE_WGMMA(k, types, scale)                                                   \
+  if constexpr (kN == 24) {                                                                     \
+    KGOPT_WGMMA_SHARED_SHAPE(24, k, types, scale, KGOPT_S12, "%12", "%13", "%14",               \
+                             KGOPT_D8(0) KGOPT_COMMA KGOPT_D4(8));                              \
+  } else {                                                                                      \
+    KGOPT_WGMMA_SHARED_SHAPE(8, k, types, scale, "%0,%1,%2,%3", "%4", "%5", "%6", KGOPT_D4(0)); \
+  }
+  if constexpr (kMath == ConvMath::kTf32) {
+    KGOPT_NORM_LSE_WGMMA("k8", ".f32.tf32.tf32", "1, 1")
+  } else if constexpr (kMath == ConvMath::kBf16) {
+    KGOPT_NORM_LSE_WGMMA("k16", ".f32.bf16.bf16", "1, 1, 1, 1")
+  } else {
+    KGOPT_NORM_LSE_WGMMA("k16", ".f32.f16.f16", "1, 1, 1, 1")
+  }
+#undef KGOPT_NORM_LSE_WGMMA
+}
+
+// Bytes to the next eight words (or positions) of K and to the next eight rows or columns.
+__device__ __forceinline__ uint64_t norm_lse_descriptor(uint32_t low, uint32_t to_next_eight) {
+  return uint64_t(low) | uint64_t(to_next_eight >> 4) << 32;
+}
+
+// What a thread has of a warpgroup's sums. warp: of the four.
+template <ConvMath kMath>
+struct NormLseDweightSums {
+  static constexpr bool kHalf = conv_channels_per_word(kMath) == 2;
+  static constexpr int kTaps = kNormLseTaps;
+  using Operands = NormLseDweightOperands;
+
+  float taps[kTaps][12] = {};
+  float bias[kHalf ? 4 : 2] = {};
+
+  // dy as accumulators lie; from TF32's products, rounded for them. to: the warpgroup's operands.
+  static __device__ __forceinline__ void put_dy(uint32_t to, int warp, int lane,
+                                                const float (&dy)[kNormLseColumns / 2]) {
+    const int g = lane >> 2, t = lane & 3;
+    if constexpr (kHalf) {
+      using Element = typename ConvMathTraits<kMath>::Element;
+      const uint32_t at = to + warp * 256 + g * 32 + t * 4;
+#pragma unroll
+      for (int i = 0; i < kNormLseColumns / 4; ++i) {
+        const float pair[2] = {dy[2 * i], dy[2 * i + 1]};
+        const Vec<Element, 2> packed = pack<Element>(pair);
+        store_word(at + i / 2 * Operands::kHalfBlock + i % 2 * 16, *reinterpret_cast<const uint32_t*>(&packed));
+      }
+    } else {
+      const uint32_t at = to + warp * Operands::kDyBytes + (g & 1) * 2 * Operands::kUnit + (g >> 1) * 4 + t * 16;
+#pragma unroll
+      for (int i = 0; i < kNormLseColumns / 2; ++i) {
+        // Of eight channels, the odd ones behind the even ones: no bank is met twice.
+        store_word(at + (i >> 1 & 1) * Operands::kUnit + i / 4 * 128 + (i & 1) * 64, __float_as_uint(dy[i]));
+      }
+    }
+  }
+  // Row of a sum's channel in 16 of a warp, of which a thread has g and g + 8.
+  static __device__ __forceinline__ int channel_of(int g) { return kHalf ? g : (g & 3) * 2 + (g >> 2); }
+
+  // TF32's products would round dy for dbias, too. Of the eight threads that have the same 16 columns each keeps two.
+  __device__ __forceinline__ void add_to_bias(int lane, const float (&dy)[kNormLseColumns / 2]) {
+    float s[16];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) s[j] = dy[j / 2 * 4 + (j & 1)] + dy[j / 2 * 4 + (j & 1) + 2];
+#pragma unroll
+    for (int count = 8; count >= 2; count /= 2) {
+      const int mask = count * 2;
+      const bool is_upper = lane & mask;
+#pragma unroll
+      for (int j = 0; j < count; ++j) {
+        const float sent = is_upper ? s[j] : s[j + count], kept = is_upper ? s[j + count] : s[j];
+        s[j] = kept + __shfl_xor_sync(0xffffffffu, sent, mask);
+      }
+    }
+    bias[0] += s[0], bias[1] += s[1];
+  }
+
+  // A row of a strip's x into its place of three. from: of the halo, the row's first position of channel 0.
+  static __device__ __forceinline__ void put_x(uint32_t to, int warp, int lane, int slot, uint32_t from,
+                                               const FewChannelsPlan& plan) {
+    const int c = lane & 7, part = lane >> 3;
+    const uint32_t at = to + Operands::kXFirst + (warp * kTaps + slot) * Operands::kXRow + c * 16 + part * 4;
+    const uint32_t source = from + min(c >> 2, plan.words / 4 - 1) * plan.plane * 4 + (c & 3) * 4 + part * 64;
+    uint32_t v[6];
+#pragma unroll
+    for (int u = 0; u < 6; ++u) {
+      v[u] = 0u;
+      if (u < 3 + plan.kernel[2]) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[u]) : "r"(source + u * 16));
+    }
+#pragma unroll
+    for (int u = 0; u < 6; ++u) store_word(at + u * 128, v[u]);
+  }
+
+  // Starts the products of a row of 64 positions. halo: of half types, where each strip's row begins in the halo, as a
+  // descriptor has it; slot: else, of x's row for the first tap.
+  __device__ __forceinline__ void multiply(uint32_t operands, uint32_t all_ones, const uint32_t (&halo)[4], int pitch,
+                                           int slot) {
+    wgmma_fence();
+    if constexpr (kHalf) {
+      const uint64_t b_ones = norm_lse_descriptor(wgmma_b_descriptor(all_ones), 128);
+      const uint32_t a_first = wgmma_b_descriptor(operands);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint64_t a = norm_lse_descriptor(a_first + k * 16, Operands::kHalfBlock);
+#pragma unroll
+        for (int tap = 0; tap < kTaps; ++tap) {
+          norm_lse_wgmma<kMath, 24>(taps[tap], a, norm_lse_descriptor(halo[k] + tap * pitch, 16));
+        }
+        norm_lse_wgmma<kMath, 8>(bias, a, b_ones);
+      }
+    } else {
+      const uint32_t a_first = wgmma_b_descriptor(operands, Operands::kUnit);
+      const uint32_t x_first = wgmma_b_descriptor(operands + Operands::kXFirst);
+      uint32_t b_first[kTaps];
+#pragma unroll
+      for (int tap = 0; tap < kTaps; ++tap) {
+        const int at = slot + tap;
+        b_first[tap] = x_first + (at < kTaps ? at : at - kTaps) * (Operands::kXRow / 16);
+      }
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const uint64_t a =
+            norm_lse_descriptor(a_first + (k / 2 * Operands::kDyBytes + k % 2 * 2 * Operands::kUnit) / 16, 128);
+#pragma unroll
+        for (int tap = 0; tap < kTaps; ++tap) {
+          const uint32_t b = b_first[tap] + (k / 2 * kTaps * Operands::kXRow + k % 2 * 256) / 16;
+          norm_lse_wgmma<kMath, 24>(taps[tap], a, norm_lse_descriptor(b, 128));
+        }
+      }
+    }
+    wgmma_commit();
+  }
+  // After the products are waited for.
+  __device__ __forceinline__ void use() {
+#pragma unroll
+    for (int tap = 0; tap < kTaps; ++tap) wgmma_use(taps[tap]);
+    if constexpr (kHalf) wgmma_use(bias);
+  }
+
+  // f(place among a block's sums, sum)
+  template <typename F>
+  __device__ __forceinline__ void for_each(int warp, int lane, const F& f) const {
+    const int c = warp * 16 + channel_of(lane >> 2), t = lane & 3;
+#pragma unroll
+    for (int tap = 0; tap < kTaps; ++tap) {
+#pragma unroll
+      for (int i = 0; i < 12; ++i) {
+        const int column = (tap * kTaps + i / 4) * kNormLseDxChannels + t * 2 + (i & 1);
+        f(column * kNormLseColumns + c + (i >> 1 & 1) * 8, taps[tap][i]);
+      }
+    }
+    if constexpr (kHalf) {  // all columns of ones gave the same
+      const int row = (kNormLseDxColumns + t) * kNormLseColumns + c;
+      f(row, t == 0 ? bias[0] : 0.f);
+      f(row + 8, t == 0 ? bias[2] : 0.f);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        f((kNormLseDxColumns + warp) * kNormLseColumns + (lane >> 2) * 8 + t * 2 + i, bias[i]);
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void store_word(uint32_t at, uint32_t word) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
+  }
+};
+
+#endif
+
+// Adds up the blocks' sums, always in the same order.
+__global__ void __launch_bounds__(kNormLseSumLanes* kNormLseSumShares)
+    norm_lse_dweight_kernel(const __grid_constant__ ConvNormLseParams q) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  __shared__ float shares[kNormLseSumShares][kNormLseSumLanes];
+  const FewChannelsParams& p = q.conv;
+  const int lane = threadIdx.x % kNormLseSumLanes, share = threadIdx.x / kNormLseSumLanes;
+  const int i = blockIdx.x * kNormLseSumLanes + lane;
+  const int64_t blocks = p.n * p.plan.slices;
+  const int rows = i / kNormLseColumns == kNormLseDxColumns ? kNormLseBiasRows : 1;
+  float sum = 0.f;
+#pragma unroll 4
+  for (int64_t block = share; block < blocks; block += kNormLseSumShares) {
+    const float* const from = q.dweight.partials + block * kNormLseDweightFloats + i;
+    for (int row = 0; row < rows; ++row) sum += from[row * kNormLseColumns];
+  }
+  shares[share][lane] = sum;
+  __syncthreads();
+  const int c = i % kNormLseColumns, column = i / kNormLseColumns;
+  if (share > 0 || c >= p.c_out) return;
+#pragma unroll
+  for (int k = 1; k < kNormLseSumShares; ++k) sum += shares[k][lane];
+  if (column == kNormLseDxColumns) {
+    if (q.dweight.dbias) store_as(q.dweight.dbias, c, q.dweight.dtype, sum);
+    return;
+  }
+  const int c_in = column % kNormLseDxChannels, tap = column / kNormLseDxChannels;
+  const int h = tap / kNormLseTaps, w = tap % kNormLseTaps;
+  if (!q.dweight.dw || c_in >= p.c_in || h >= p.plan.kernel[1] || w >= p.plan.kernel[2]) return;
+  const int64_t at =
+      c * q.dweight.stride_out + c_in * q.dweight.stride_in + h * q.dweight.stride[0] + w * q.dweight.stride[1];
+  store_as(q.dweight.dw, at, q.dweight.dtype, sum);
+#endif
+}
+
+}  // namespace kgopt
