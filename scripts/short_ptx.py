@@ -95,7 +95,7 @@ def shorten_body(body: list[str]) -> list[str]:
 
 def shorten(ptx: str) -> str:
     """The module with other names for registers and branch targets, without comments and indentation."""
-    lines = [(line.split("//")[0] if "//" in line else line).strip() for line in ptx.split("\n")]
+    lines = [(line.split("//")[0] if "//" in line and '"' not in line else line).strip() for line in ptx.split("\n")]
     lines = [BRANCH_TARGET.sub(r"$\1", line) if "$L" in line else line for line in lines if line]
     out: list[str] = []
     begin = depth = 0  # of the function's body that is being read, if there is one
