@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
@@ -110,6 +111,17 @@ def run_text(command: list[str]) -> str:
         return subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
     except OSError:
         return ""
+
+
+def run(command: list[str]) -> tuple[int, str]:
+    """The exit code of a command and what it printed."""
+    try:
+        done = subprocess.run(
+            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
+    except OSError as error:
+        return 127, str(error)
+    return done.returncode, done.stdout
 
 
 def find_cuda_home() -> Path | None:
@@ -223,6 +235,10 @@ def from_hopper_on(flags: list[str]) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ compilation
 
 
+# Of a command that stores PTX: nvcc keeps its intermediate files and prints its steps.
+KEEP_PTX = ("--keep", "-v")
+
+
 class Compiler:
     """Compiles what changed, several files at once.
 
@@ -266,16 +282,43 @@ class Compiler:
         stamp.unlink(missing_ok=True)
         full = [*command, "-MD", "-MF", str(obj.with_suffix(".d")), "-c", source, "-o", str(obj)]
         start = time.monotonic()
-        done = subprocess.run(
-            full, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-        )
+        if KEEP_PTX[0] in command:
+            code, output = self._compile_with_short_ptx(full, obj)
+        else:
+            code, output = run(full)
         seconds = time.monotonic() - start
-        output = done.stdout
-        if done.returncode == 0:
+        if code == 0:
             stamp.write_text(f"{seconds:.1f}\n{shlex.join(command)}\n")
         else:
             output = f"{shlex.join(full)}\n{output}"
-        return source, seconds, done.returncode, output.strip()
+        return source, seconds, code, output.strip()
+
+    @staticmethod
+    def _compile_with_short_ptx(command: list[str], obj: Path) -> tuple[int, str]:
+        """Compiles, then puts PTX of less than half the bytes in the place of nvcc's.
+
+        nvcc prints its commands. The one that packs the images runs again, of PTX that scripts/short_ptx.py rewrote.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            code, printed = run([*command, "--keep-dir", folder])
+            steps = [line[3:] for line in printed.splitlines() if line.startswith("#$ ")]
+            output = "\n".join(line for line in printed.splitlines() if not line.startswith("#$ "))
+            if code != 0:
+                return code, output
+            pack = next(shlex.split(step) for step in steps if step.startswith("fatbinary "))
+            pack[0] = str(Path(command[0]).parent / pack[0])
+            ptx = [part.split("file=")[1] for part in pack if part.startswith("--image3=kind=ptx")]
+            fatbin = next(part.split("=", 1)[1] for part in pack if part.startswith("--create="))
+            for step in (
+                [sys.executable, "scripts/short_ptx.py", *ptx],
+                pack,
+                ["objcopy", "--update-section", f".nv_fatbin={fatbin}", str(obj)],
+            ):
+                code, printed = run(step)
+                output += printed
+                if code != 0:
+                    return code, f"{shlex.join(step)}\n{output}"
+        return 0, output
 
     @staticmethod
     def _last_seconds(obj: Path) -> float:
@@ -326,7 +369,8 @@ class KgoptBuildExt(build_ext):
                     gencode = shared_ptx(gencode)
                 elif source in ext.kgopt_parts["hopper"]:
                     gencode = from_hopper_on(gencode)
-                commands[source] = [*nvcc_command, *gencode]
+                has_ptx = any("code=compute_" in flag for flag in gencode)
+                commands[source] = [*nvcc_command, *gencode, *(KEEP_PTX if has_ptx else ())]
         objects = Compiler(folder, jobs).compile(commands)
 
         target.parent.mkdir(parents=True, exist_ok=True)
