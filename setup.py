@@ -298,6 +298,7 @@ class Compiler:
         """Compiles, then puts PTX of less than half the bytes in the place of nvcc's.
 
         nvcc prints its commands. The one that packs the images runs again, of PTX that scripts/short_ptx.py rewrote.
+        Without such a command or without objcopy nvcc's object stays, which is larger and nothing else.
         """
         with tempfile.TemporaryDirectory() as folder:
             code, printed = run([*command, "--keep-dir", folder])
@@ -305,7 +306,9 @@ class Compiler:
             output = "\n".join(line for line in printed.splitlines() if not line.startswith("#$ "))
             if code != 0:
                 return code, output
-            pack = next(shlex.split(step) for step in steps if step.startswith("fatbinary "))
+            pack = next((shlex.split(step) for step in steps if step.startswith("fatbinary ")), None)
+            if pack is None or shutil.which("objcopy") is None:
+                return 0, output
             pack[0] = str(Path(command[0]).parent / pack[0])
             ptx = [part.split("file=")[1] for part in pack if part.startswith("--image3=kind=ptx")]
             fatbin = next(part.split("=", 1)[1] for part in pack if part.startswith("--create="))
