@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-MAX_MIB = 20.0
+MAX_MIB = 18.0
 OLDEST_TORCH = (2, 10)
 # libtorch* and libc10 are torch's, the rest is every Linux's. libcudart, libtorch_cuda or libtorch_python here would
 # tie the wheel to one build of torch.
