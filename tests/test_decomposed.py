@@ -46,7 +46,7 @@ def test_half_precision_is_rounded_once(dtype):
 
 
 class Padded(nn.Module):
-    """Padding by a convolution, by a function, and one that cuts off."""
+    """Padding by a convolution and by a function."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -58,14 +58,13 @@ class Padded(nn.Module):
 
     def forward(self, x):
         y = F.silu(self.norm(self.first(x)))
-        y = F.pad(y, (2, 0, 1, 3, 0, 1)[: 2 * self.rank], mode="replicate")
-        return self.second(F.pad(y, (-1, 0, *(0,) * (2 * self.rank - 2)), mode="replicate"))
+        return self.second(F.pad(y, (2, 0, 1, 3, 0, 1)[: 2 * self.rank], mode="replicate"))
 
 
 @pytest.mark.parametrize("rank", [2, 3])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_compiled_code_has_the_gradient(rank, device):
-    """Only the padding that cuts off is left to ATen."""
+    """No kernel of ATen is left for it."""
     from torch._inductor.utils import run_fw_bw_and_get_code
 
     torch.manual_seed(0)
@@ -79,4 +78,5 @@ def test_compiled_code_has_the_gradient(rank, device):
     actual = torch.autograd.grad(compiled(x).square().sum(), inputs)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-9)
-    assert "".join(code).count(f"aten.replication_pad{rank}d_backward.default(") == 1
+    assert code
+    assert f"replication_pad{rank}d_backward.default(" not in "".join(code)
