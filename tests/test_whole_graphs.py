@@ -56,7 +56,7 @@ def seen(monkeypatch, tmp_path):
     monkeypatch.setattr(whole_graphs, "may_measure", lambda device: True)
     monkeypatch.setattr(verdicts, "inductor_cache_dir", lambda: str(tmp_path))
     monkeypatch.setattr(verdicts, "compiled", verdicts.Store())
-    monkeypatch.setattr(whole_graphs, "compile_graph", lambda graph, *_: graph)
+    monkeypatch.setattr(whole_graphs, "compile_graph", lambda graph, *_, **__: graph)
     monkeypatch.setattr(backend, "compile_graph", found.compile)
     torch._dynamo.reset()
     return found
@@ -99,7 +99,9 @@ def test_training_runs_in_the_faster_format(seen, monkeypatch, first, ours, gain
     answers = iter([first, gained])
     monkeypatch.setattr(clocks, "clock_both", lambda *_: next(answers))
     compiled = []
-    monkeypatch.setattr(whole_graphs, "compile_graph", lambda graph, _, __, o: compiled.append((graph, o)) or graph)
+    monkeypatch.setattr(
+        whole_graphs, "compile_graph", lambda graph, _, __, o, **___: compiled.append((graph, o)) or graph
+    )
     x = torch.randn(2, 3, 8, 7)
     torch.compile(net(), backend="kgopt")(x)
     assert (NORM in seen.calls) == ours
@@ -210,9 +212,9 @@ def test_a_compilation_that_fails_leaves_kgopts_ops(seen, monkeypatch):
 def test_inductor_compiles_both(seen, monkeypatch, grad):
     graphs = []
 
-    def compiled(graph, inputs, mode, options):
+    def compiled(graph, inputs, mode, options, **more):
         graphs.append([node.target for node in graph.graph.nodes])
-        return compile_graph(graph, inputs, mode, options)
+        return compile_graph(graph, inputs, mode, options, **more)
 
     monkeypatch.setattr(whole_graphs, "compile_graph", compiled)
     with torch.set_grad_enabled(grad):

@@ -124,7 +124,9 @@ def kgopt_backend(
         rewrite(graph)
     if chosen.options:
         last_report.layout = "channels_last, which Inductor would not have chosen"
-    compiled = compile_graph(graph, example_inputs, mode, {**config, **chosen.options}, DECOMPOSITIONS, **kwargs)
+    compiled = compile_graph(
+        graph, example_inputs, mode, {**config, **chosen.options}, decompositions=DECOMPOSITIONS, **kwargs
+    )
     return Replayed(compiled, replays is True) if replays else compiled
 
 

@@ -185,7 +185,7 @@ def _step(module: fx.GraphModule, kinds: list[Tensor], grad: bool, options: Mapp
         node.meta = {k: v for k, v in node.meta.items() if k == "recompute"}
     inputs = [_stand_in(t).requires_grad_(grad and t.requires_grad) for t in kinds]
     wanted = [t for t in inputs if t.requires_grad]
-    run = compile_graph(fx.GraphModule(module, graph), inputs, None, options, DECOMPOSITIONS)
+    run = compile_graph(fx.GraphModule(module, graph), inputs, None, options, decompositions=DECOMPOSITIONS)
 
     def step() -> None:
         made = run(*inputs)
