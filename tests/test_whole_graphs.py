@@ -199,7 +199,7 @@ def test_random_numbers_and_buffers_stay_as_they_were(seen):
 
 
 def test_a_compilation_that_fails_leaves_kgopts_ops(seen, monkeypatch):
-    def fails(*_):
+    def fails(*_, **__):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(whole_graphs, "compile_graph", fails)
