@@ -33,7 +33,8 @@ Tensor channel_norm(Tensor x, OptTensor weight, OptTensor bias, std::string kind
   p.y = y.mutable_data_ptr();
   p.weight = pointer(w);
   p.bias = pointer(b);
-  const ChannelNormPlan plan = plan_channel_norm(p, false, starts_aligned(p.x) && starts_aligned(p.y), info.sm_count, info.smem_per_sm);
+  const ChannelNormPlan plan =
+      plan_channel_norm(p, false, starts_aligned(p.x) && starts_aligned(p.y), info.sm_count, info.smem_per_sm);
   Workspace workspace(x);
   if (const int64_t bytes = table_bytes(p)) {
     const int64_t table = workspace.reserve(bytes);
