@@ -70,6 +70,45 @@ def test_import_brings_in_no_heavy_module():
     assert run_python(code) == "[]"
 
 
+def test_import_runs_no_backward():
+    """With a GPU there autograd's threads start at a process's first backward, and no fork of it can run one: so it was
+    for each process that had imported kgopt, which tried a node of autograd so."""
+    code = (
+        "import torch\n"
+        "from torch.autograd import graph\n"
+        "def run(*args, **keywords):\n"
+        "    raise AssertionError('a backward')\n"
+        "graph._engine_run_backward = torch.autograd._engine_run_backward = run\n"
+        "import kgopt\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "try:\n"
+        "    torch.zeros(1, requires_grad=True).sum().backward()\n"
+        "except AssertionError as error:\n"
+        "    print(error, kgopt.torch_private.missing())"
+    )
+    assert run_python(code, KGOPT_WITHOUT_PRIVATE="") == "a backward {}"
+
+
+@pytest.mark.gpu
+def test_a_fork_of_a_process_that_used_the_gpu():
+    """On the CPU a forked process works as without kgopt: nothing asks CUDA, which raises there."""
+    code = (
+        "import os, torch, kgopt\n"
+        "from torch import nn\n"
+        "torch.ones(1, device='cuda')\n"
+        "if child := os.fork():\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "else:\n"
+        "    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8), nn.ReLU())\n"
+        "    x = torch.randn(2, 4, 6, 6)\n"
+        "    model = kgopt.optimize(model, x, channels_last=True)\n"
+        "    model(x).sum().backward()\n"
+        "    print(model[0].weight.grad is not None, flush=True)\n"
+        "    os._exit(0)"
+    )
+    assert run_python(code) == "True"
+
+
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_optimize_brings_in_no_compiler(mode):
     """A decorator of torch.compiler imported Dynamo with kgopt.rewrite: 5 to 12 seconds of the first ``optimize``."""

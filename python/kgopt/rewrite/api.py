@@ -27,7 +27,7 @@ from kgopt.rewrite.roles import child_at
 from kgopt.rewrite.timed import arguments_of
 from kgopt.rewrite.transaction import LOCK, all_or_nothing
 from kgopt.rewrite.verdicts import store
-from kgopt.rewrite.watching import is_hooked
+from kgopt.rewrite.watching import is_captured, is_hooked
 from kgopt.rewrite.whole import Whole
 from kgopt.torch_private import MODULES_ARE_KNOWN
 
@@ -91,7 +91,7 @@ def optimize(
     for name, value in (("cuda_graph", cuda_graph), ("recompute", recompute)):
         if not (isinstance(value, bool) or value == "auto"):
             raise ValueError(f"{name} is {value!r}, expected True, False or 'auto'")
-    if example_inputs is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if example_inputs is not None and is_captured():
         raise RuntimeError("example_inputs are measured, which a CUDA graph capture forbids: call optimize before it")
     if not MODULES_ARE_KNOWN:
         if known.get(model, "report") is None:

@@ -23,7 +23,7 @@ from kgopt.rewrite.classes import Part
 from kgopt.rewrite.meanings import CONV_MODULES
 from kgopt.rewrite.norms import NORMS
 from kgopt.rewrite.transaction import LOCK, snapshot
-from kgopt.rewrite.watching import is_watched
+from kgopt.rewrite.watching import is_captured, is_watched
 from kgopt.torch_private import tree_map, version_of
 
 _CONVS: Any = tuple(CONV_MODULES)
@@ -210,7 +210,7 @@ def _differ(x: Tensor, y: Tensor) -> bool:
     """Whether x, which must take writing, has other values than y; False where they cannot be asked for."""
     if x.is_leaf and x.requires_grad:
         return False
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_captured():
         return False
     return not torch.equal(x, y)
 
@@ -239,7 +239,7 @@ def _outside(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any, w
 
 def _before(module: nn.Module) -> Callable[[], None] | None:
     """Undoes what a call does to buffers and the random state; None where the call is only recorded."""
-    if is_watched() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if is_watched() or is_captured():
         return None
     return snapshot(module)
 

@@ -36,6 +36,13 @@ from kgopt.torch_private import (
 _is_compiling, _is_autocast_enabled = torch.compiler.is_compiling, torch.is_autocast_enabled
 _get_autocast_dtype = torch.get_autocast_dtype
 
+
+def is_captured() -> bool:
+    """Whether a CUDA graph records what runs now. A process that never used a GPU is not asked: it may be forked from one
+    that did, where CUDA raises."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Modules
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kgopt.rewrite import clocks
+from kgopt.rewrite.watching import is_captured
 from kgopt.torch_private import clear_blas_workspaces, end_allocation_to_pool
 
 _HERE = contextlib.nullcontext()
@@ -28,7 +29,7 @@ class Cuda:
 
     def is_recording(self) -> bool:
         """Whether somebody records what runs now."""
-        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return is_captured()
 
     def seconds(self, first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
         """Of a call of each."""

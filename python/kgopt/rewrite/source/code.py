@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import linecache
+import tokenize
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -114,7 +115,7 @@ def _tree_of(function: types.FunctionType) -> ast.FunctionDef:
         text = "".join(lines)
         indented = text[:1].isspace()
         tree = ast.parse("if 1:\n" + text if indented else text)
-    except (OSError, TypeError, SyntaxError, IndentationError) as error:
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError) as error:
         raise CannotRewriteError("has no source") from error
     found: Any = tree.body[0].body[0] if indented else tree.body[0]  # type: ignore[attr-defined]
     if not isinstance(found, ast.FunctionDef):
