@@ -449,7 +449,8 @@ def test_an_activation_behind_views(make, fused, last, monkeypatch):
     assert ("silu" in seen) == fused
     for mine, theirs in zip(
         torch.autograd.grad(y.square().sum(), list(model.parameters())),
-        torch.autograd.grad(expected.square().sum(), list(original.parameters())),
+        # Contiguous: the gradient of PyTorch 2.11's group norm of frames in channels_last ends the process, on the CPU.
+        torch.autograd.grad(original(x.contiguous()).square().sum(), list(original.parameters())),
         strict=True,
     ):
         assert torch.allclose(mine, theirs, rtol=1e-9)

@@ -174,19 +174,31 @@ inline ConvGradients all_gradients(const Tensor& x, const SomeConvGradients& g) 
   return {one(0), one(1), one(2)};
 }
 
-// A dense tensor's memory under the strides of channels_last, whatever lies where.
-inline Tensor with_channels_last_strides(const Tensor& t) {
-  const int64_t rank = t.dim();
+// A dense tensor's memory under the strides of a new tensor in this format, whatever lies where.
+inline Tensor with_strides_of(const Tensor& t, MemoryFormat format) {
+  const int64_t rank = t.dim(), last = format == MemoryFormat::Contiguous ? 1 : 2;
   const IntArray sizes = sizes_of(t);
   IntArray strides(rank);
-  strides[1] = 1;
-  int64_t next = sizes[1];
-  for (int64_t d = rank - 1; d >= 2; --d) strides[d] = next, next *= sizes[d];
+  int64_t next = 1;
+  if (last == 2) strides[1] = 1, next = sizes[1];
+  for (int64_t d = rank - 1; d >= last; --d) strides[d] = next, next *= sizes[d];
   strides[0] = next;
   AtenTensorHandle made;
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch__reinterpret_tensor(t.get(), rank, sizes.data(), strides.data(), /*offset_increment=*/0, &made));
   return Tensor(made);
+}
+
+inline Tensor with_channels_last_strides(const Tensor& t) { return with_strides_of(t, channels_last_format(t.dim())); }
+
+// Sizes of 1 may have any stride. PyTorch's depthwise kernels of volumes step by it, out of x's memory.
+inline Tensor with_usual_strides(const Tensor& t) {
+  if (t.dim() != 5 || is_channels_last(t) || !is_dense(t, MemoryFormat::Contiguous)) return t;
+  int64_t next = 1;
+  for (int64_t d = t.dim() - 1; d >= 0; next *= t.size(d--)) {
+    if (t.stride(d) != next) return with_strides_of(t, MemoryFormat::Contiguous);
+  }
+  return t;
 }
 
 // PyTorch keeps cuDNN's plans by the layout of one operand, and one channel's or one position's is contiguous to it
@@ -206,7 +218,8 @@ inline SomeConvGradients conv_gradients_aten(const Tensor& given_dy, const Tenso
   Tensor dy = given_dy, x = given_x, narrow = as_type_of(weight, x);
   if (x.is_cuda()) {
     // cuDNN has kernels of gradients that fail where an address is no multiple of 16, and with them the CUDA context.
-    dy = aligned(laid_like(dy, given_x)), x = aligned(laid_like(x, given_dy)), narrow = aligned(narrow);
+    dy = aligned(laid_like(with_usual_strides(dy), given_x)), x = aligned(laid_like(with_usual_strides(x), given_dy));
+    narrow = aligned(narrow);
   }
   Tensor dx, dweight, dbias;
   auto results = [&] {

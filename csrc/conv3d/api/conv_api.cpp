@@ -138,15 +138,16 @@ Tensor conv_head(const ConvArgs& a, const ConvShape& shape) {
 // cuDNN, through ATen.
 Tensor conv_aten(const ConvArgs& a, const ConvShape& shape) {
   const Tf32Switch precision(a.allow_tf32);
+  const Tensor x = with_usual_strides(a.x);
   Tensor y;
   if (&aoti_torch_cuda_convolution != nullptr) {
     AtenTensorHandle bias = a.bias ? a.bias->get() : nullptr, made;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_convolution(
-        a.x.get(), a.weight.get(), a.bias ? &bias : nullptr, a.stride.data(), a.rank, a.padding.data(), a.rank,
+        x.get(), a.weight.get(), a.bias ? &bias : nullptr, a.stride.data(), a.rank, a.padding.data(), a.rank,
         a.dilation.data(), a.rank, a.transposed, a.output_padding.data(), a.rank, a.groups, &made));
     y = Tensor(made);
   } else {
-    y = call_aten("aten::convolution", "", a.x, a.weight, a.bias, a.stride, a.padding, a.dilation, a.transposed,
+    y = call_aten("aten::convolution", "", x, a.weight, a.bias, a.stride, a.padding, a.dilation, a.transposed,
                   a.output_padding, a.groups);
   }
   return dense_in(y, shape.out_channels_last ? channels_last_format(a.rank + 2) : MemoryFormat::Contiguous);

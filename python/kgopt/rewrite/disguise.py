@@ -171,10 +171,15 @@ def new_class(original: Any, recipe: Any, namespace: dict[str, Any], rebuild: An
 def _initializer(original: Any) -> Any:
     """An ``__init__`` that gives an object of the original class: nothing of it was looked at."""
 
-    @functools.wraps(original.__init__)
+    function = original.__init__
+
+    @functools.wraps(function)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         # No class can be set in traced code; there the methods find nothing of ours, and do what the original's do.
-        if not is_made(type(self)) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            function(self, *args, **kwargs)  # torch 2.11 does not trace it as an attribute of its class
+            return
+        if not is_made(type(self)):
             original.__init__(self, *args, **kwargs)
             return
         become(self, original)

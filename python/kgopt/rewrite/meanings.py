@@ -208,7 +208,9 @@ def untouched(function: Any, *places: originals.Place) -> Callable[[], bool]:
 
 
 def _read_meaning(module: Any, training: bool | None = None) -> Any:
-    found = None if type(module).__module__.startswith("torch.nn.") else read_of(module)
+    # Of a function torch 2.11 cannot trace the type's module.
+    is_known = not isinstance(module, nn.Module) or type(module).__module__.startswith("torch.nn.")
+    found = None if is_known else read_of(module)
     return None if found is None else found.means(module, training)
 
 
