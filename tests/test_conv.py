@@ -629,3 +629,23 @@ def test_conv_refuses_other_weight_dtypes(device):
             functional.conv2d(image, other)
     with pytest.raises(RuntimeError, match="bias has dtype bfloat16"):
         functional.conv2d(x.bfloat16(), weight, weight[:, 0, 0, 0].bfloat16())
+
+
+def test_depthwise_volumes_with_an_odd_stride_of_a_size_of_1(device):
+    """PyTorch's kernel stepped by that stride, ahead of x, on a GPU: an illegal address, or NaN of whose memory lies
+    there (in ``F.conv3d`` alone, too)."""
+    x = torch.full((2, 17, 37, 7, 1), math.nan, dtype=torch.float32, device=device)[1:]
+    x.normal_()
+    odd = x.as_strided(x.shape, [3, 259, 7, 1, 12345])
+    weight, bias = torch.randn(17, 1, 5, 3, 3, device=device, requires_grad=True), torch.randn(17, device=device)
+    call = {"padding": (4, 2, 2), "groups": 17, "allow_tf32": False}
+    results = []
+    for one in (odd, x):
+        y = functional.conv3d(one, weight, bias, **call)
+        results.append((y, *torch.autograd.grad(y.square().sum(), [weight])))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+    divided = torch.ops.kgopt.conv_add(
+        odd, weight, bias, None, [1] * 3, [4, 2, 2], [1] * 3, [0] * 3, 17, False, 2.0, "none"
+    )
+    torch.testing.assert_close(divided, results[1][0] / 2, rtol=1e-5, atol=1e-5)
