@@ -141,9 +141,8 @@ class Draw:
         if rank + 2 in (4, 5) and tensors["x"]["layout"] == "channels_last" and self.chance(0.6):
             tensors["weight"]["layout"] = "channels_last"
         if rank == 3 and groups == c_in and not transposed and tensors["x"]["layout"] == "ones":
-            tensors["x"]["layout"] = (
-                "contiguous"  # PyTorch's depthwise kernel steps out of x by the stride of a size of 1
-            )
+            # PyTorch's depthwise kernel steps by the stride of a size of 1, out of x.
+            tensors["x"]["layout"] = "contiguous"
         if self.chance(bias):
             tensors["bias"] = self.tensor([c_out], plain=True)
         return tensors, geometry, out

@@ -38,8 +38,10 @@ _get_autocast_dtype = torch.get_autocast_dtype
 
 
 def is_captured() -> bool:
-    """Whether a CUDA graph records what runs now. A process that never used a GPU is not asked: it may be forked from one
-    that did, where CUDA raises."""
+    """Whether a CUDA graph records what runs now.
+
+    A process that never used a GPU is not asked: it may be forked from one that did, where CUDA raises.
+    """
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
