@@ -189,7 +189,8 @@ def environment(device: torch.device) -> str:
     """The hardware and the versions that a measurement holds for. Two equal GPUs are one."""
     if device.type != "cuda":
         return f"{_versions()} {device.type} {_cpu()} threads {torch.get_num_threads()}"
-    return f"{_versions()} {_gpu(torch.cuda.current_device() if device.index is None else device.index)}"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return f"{_versions()} cudnn {torch.backends.cudnn.version()} {_gpu(index)}"
 
 
 def environments(devices: Iterable[torch.device]) -> list[tuple[str, int | None, str]]:
@@ -209,11 +210,7 @@ def are_here(devices: Any) -> bool:
 
 @functools.cache
 def _versions() -> str:
-    return f"kgopt {__version__} torch {torch.__version__} cuda {torch.version.cuda} cudnn {_cudnn()}"
-
-
-def _cudnn() -> int | None:
-    return torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    return f"kgopt {__version__} torch {torch.__version__} cuda {torch.version.cuda}"
 
 
 @functools.cache
