@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -54,6 +56,7 @@ def seen(monkeypatch, tmp_path):
     monkeypatch.setattr(clocks, "busy_both", found.busy_both)
     monkeypatch.setattr(policy, "default", lambda device: True)
     monkeypatch.setattr(whole_graphs, "may_measure", lambda device: True)
+    monkeypatch.setattr(whole_graphs, "SECONDS", math.inf)
     monkeypatch.setattr(verdicts, "inductor_cache_dir", lambda: str(tmp_path))
     monkeypatch.setattr(verdicts, "compiled", verdicts.Store())
     monkeypatch.setattr(whole_graphs, "compile_graph", lambda graph, *_, **__: graph)

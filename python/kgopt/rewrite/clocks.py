@@ -1,5 +1,7 @@
 """How long two functions take: in turn, by the device's clock, by the host's, or the work on the GPU alone.
 
+And how much memory one takes.
+
 Whoever measures calls these, with functions of no arguments. What a time means is the caller's question.
 """
 
@@ -41,6 +43,20 @@ def time_both(first: Callable[[], Any], second: Callable[[], Any], device: torch
         rounds.append([timer(function, device) for function in functions])
         best = [min(pair) for pair in zip(best, rounds[-1], strict=True)]
     return best[0], best[-1]
+
+
+def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
+    """How much memory of a CUDA device a call takes at its worst, beyond what was taken before; of another device 0.
+
+    PyTorch counts no peak of its own for this: what ``torch.cuda.max_memory_allocated`` says begins anew.
+    """
+    if device.type != "cuda":
+        return 0
+    function()  # a first call has more: workspaces of what cuDNN tries
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    function()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _are_enough(rounds: list[list[float]], seconds: float, device: torch.device) -> bool:

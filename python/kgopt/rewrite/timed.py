@@ -151,6 +151,17 @@ class TimedModel:
         self.asked.append(known)
         return float(seconds)
 
+    def peak(self, question: str) -> float:
+        """Bytes that a call of the form that the model now has takes at its worst, in training with its backward."""
+
+        def measure() -> list[float]:
+            with trial(self.root, self.root.training):
+                return [float(clocks.peak_bytes(self.timed, self.device))]
+
+        (found,), known = self.settle(f"memory {question}", measure)
+        self.asked.append(known)
+        return float(found)
+
     def are_equal(self, before: float, after: float, slack: float = EQUAL) -> bool:
         """Whether two times by the clock say little of two forms, of which the GPU's work may say more."""
         return not self.replays and max(before, after) <= slack * min(before, after)

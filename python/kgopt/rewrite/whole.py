@@ -5,6 +5,7 @@ Two forms of the model are timed in turn, with the example inputs; the answers a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from kgopt.rewrite.reporting import Report
 from kgopt.rewrite.timed import EQUAL, TimedModel, original_code, site_states
 from kgopt.torch_private import tree_leaves
 
+ROOM = 1.02  # of the memory that a call took as the model came, up to which it takes no more
 _ANOTHER_RESULT = 0.05  # a relative error beyond what rounding in another order makes, in any dtype
 
 
@@ -49,6 +51,7 @@ class Whole(TimedModel):
         self.options = options
         self.expected: Any = None  # the original code's outputs
         self.error = 0.0  # of the sites' outputs, in the layout that the model came in
+        self.came = math.inf  # bytes that a call takes at its worst as the model came; infinity: any number will do
         self.busy: bool | None = None  # are its launches over long before its work? None: nobody asked
 
     @property
@@ -75,6 +78,9 @@ class Whole(TimedModel):
         if choosing and replays and graphs.may_pay(self.root, self.example):
             self.busy = self.says("busy", graphs.is_busy, self.device)
             self.replays = not self.busy and self.says("can be recorded", graphs.can_record)
+        if choosing and channels_last is not True and not chosen:
+            with original_code(self.root):
+                self.came = self.peak("as it came")
         if channels_last is True:
             found.layout = layout.ask_for(self.root)
             self.forget()
@@ -91,6 +97,9 @@ class Whole(TimedModel):
                 self.find_between()
                 form = self.decided(self.held("given"))
             convolved.take_back(self.root)
+            if form.between and (more := self.takes_more(f"{form.layout}, between the norms")):
+                self.front.forget(self.root)
+                form.glue = f"left alone: with it a call takes {more}"
             found.glue = form.glue
             found.whole = ("known" if all(self.asked) else "measured") if self.asked else ""
             result = self.call()
@@ -219,6 +228,9 @@ class Whole(TimedModel):
             return self.decided(given), f"as it was: {why}"
         taken, other = forms
         self.take(taken)
+        if taken.layout == "channels_last" and (more := self.takes_more(taken.layout)):
+            self.take(other)
+            return (other if other.seconds else self.decided(other)), f"as it was: in channels_last a call takes {more}"
         found = "channels_last" if taken.layout == "channels_last" else "as it was"
         if not other.seconds:
             alone = f"{other.work * 1e3:.2f} ms of the GPU's work alone in the other layout"
@@ -271,6 +283,15 @@ class Whole(TimedModel):
             self.take(form)
             form.work = self.work(form.layout)
         return form.work
+
+    def takes_more(self, question: str) -> str:
+        """How much memory the form that the model now has takes, where that is more than it took as it came; else "".
+
+        Speed is no reason: who runs out of memory runs nothing.
+        """
+        if math.isinf(self.came) or (peak := self.peak(question)) <= ROOM * self.came + 2**20:
+            return ""
+        return f"{peak / 2**20:.0f} MiB, as it came {self.came / 2**20:.0f}"
 
     def differs(self, result: Any) -> str:
         """Why channels_last cannot be taken: its outputs are others. A view of a feature map is a copy there, and what
