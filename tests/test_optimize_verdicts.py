@@ -466,7 +466,7 @@ def test_a_layout_that_cannot_win_is_not_decided(behind, training_mode, any_cloc
 
     def watched(self, question, measure):
         found, known = settle(self, question, measure)
-        asked.append((loses(), question)) if not known else None
+        asked.append((loses(), question)) if not known and "memory" not in question else None
         return found, known
 
     for clock in ("time_both", "busy_both"):
