@@ -25,6 +25,7 @@
 #include "common/device/mma.cuh"
 #include "common/device/wgmma.cuh"
 #include "conv3d/gradients/few_march/params.h"
+#include "conv3d/gradients/scale.cuh"
 #include "groupnorm/shared/affine_row.cuh"
 
 namespace kgopt {
@@ -90,21 +91,6 @@ __device__ __forceinline__ void multiply_dy(float (&dx)[kFewMarchDxTiles][8], co
   }
 }
 
-// The power of two that brings values of this size, given as bits, below 2^15.
-__device__ __forceinline__ float scale_of_size(uint32_t bits) {
-  const int exponent = bits >> 23;
-  if (exponent == 0 || exponent >= 255) return 1.f;
-  return __int_as_float(min(max(268 - exponent, 67), 187) << 23);
-}
-// The largest of the block's values, which are not negative, as bits; NaN is the largest. Ends with a barrier's worth
-// of shared memory read: the caller's next barrier must come before the next call.
-__device__ __forceinline__ uint32_t block_size(float v, uint32_t* scratch) {
-  const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(v));
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = of_warp;
-  __syncthreads();
-  return __reduce_max_sync(0xffffffffu, scratch[threadIdx.x % kFewMarchWarps]);
-}
-
 }  // namespace few_march
 #endif
 
@@ -151,7 +137,7 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2) conv_few_march_kernel(con
     reinterpret_cast<uint32_t*>(smem + layout.y_weights)[i] = to_tf32(v);
     size = !(fabsf(v) <= size) ? fabsf(v) : size;
   }
-  const float weight_scale = scale_of_size(block_size(size, scratch));
+  const float weight_scale = scale_of_size(block_size<kFewMarchWarps>(size, scratch));
 #pragma unroll 1
   for (int i = tid; i < plan.dx_steps * 256; i += kFewMarchThreads) {
     const int in_octet = i % 8, column = i / 8 % 8 + i / 128 % 2 * 8, part = i / 64 % 2;
@@ -193,7 +179,7 @@ __global__ void __launch_bounds__(kFewMarchThreads, 2) conv_few_march_kernel(con
         const float count = float(p.c_out) * float(p.out[0]) * float(p.out[1]) * float(p.out[2]);
         bound = rstd * (fabsf(of.term) + (sqrtf(count) + 64.f) * fabsf(of.term_xhat));
       }
-      const float next = scale_of_size(block_size(bound, scratch));
+      const float next = scale_of_size(block_size<kFewMarchWarps>(bound, scratch));
       const float change = next / scale;
 #pragma unroll
       for (int i = 0; i < kInputs * kTiles * 4; ++i) sums[i / 4 / kTiles][i / 4 % kTiles][i % 4] *= change;

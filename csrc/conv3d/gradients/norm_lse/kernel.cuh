@@ -760,15 +760,19 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     }
 
     if constexpr (kMakesDweight) {
-      float* const shared = reinterpret_cast<float*>(ones + kNormLseOnesBytes / 4);
-      for (int turn = 0; turn < kConsumers; ++turn) {
-        named_barrier(1, kWarps * 32);
-        if (turn != warp / 4) continue;
-        dweight.for_each(warp & 3, lane, [&](int at, float sum) { shared[at] = turn == 0 ? sum : shared[at] + sum; });
-      }
+      // Where weights and operands were, which nobody reads any longer, there is room for each warpgroup's sums.
+      float* const parts = reinterpret_cast<float*>(dx_weights);
+      named_barrier(1, kWarps * 32);
+      dweight.for_each(warp & 3, lane,
+                       [&](int at, float sum) { parts[warp / 4 * kNormLseDweightFloats + at] = sum; });
       named_barrier(1, kWarps * 32);
       float* const to = q.dweight.partials + int64_t(blockIdx.x) * kNormLseDweightFloats;
-      for (int i = tid - kLoaders; i < kNormLseDweightFloats; i += kWarps * 32) to[i] = shared[i];
+      for (int i = tid - kLoaders; i < kNormLseDweightFloats; i += kWarps * 32) {
+        float sum = parts[i];
+#pragma unroll
+        for (int part = 1; part < kConsumers; ++part) sum += parts[part * kNormLseDweightFloats + i];
+        to[i] = sum;
+      }
     }
     if constexpr (kSums) {
       // Thread -> warp (positions of one channel lie in the lanes of equal t) -> block, always in the same order.

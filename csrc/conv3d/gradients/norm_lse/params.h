@@ -73,7 +73,6 @@ KGOPT_HD constexpr int norm_lse_dweight_bytes(ConvMath math) {
 inline constexpr int kNormLseBiasRows = 4;
 inline constexpr int kNormLseDweightFloats = (kNormLseDxColumns + kNormLseBiasRows) * kNormLseColumns;
 inline constexpr int kNormLseSumLanes = 32, kNormLseSumShares = 16;
-static_assert(kNormLseDweightFloats * 4 <= kNormLseConsumers * NormLseDweightOperands::kHalfBytes);
 
 struct NormLseDweight {
   float* partials;   // [blocks of the second pass][kNormLseDweightFloats]
