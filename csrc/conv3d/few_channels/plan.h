@@ -33,7 +33,7 @@ KGOPT_HD int few_channels_stage_words(const FewChannelsPlan& p) {
 }
 
 KGOPT_HD FewChannelsSmemLayout few_channels_smem_layout(const FewChannelsPlan& p) {
-  const int split = p.math == ConvMath::kTf32x3 ? 2 : 1;
+  const int split = conv_split_factor(p.math);
   auto align = [](int words) { return (words + 31) / 32 * 32; };
   FewChannelsSmemLayout s{};
   s.barriers = 0;

@@ -12,6 +12,7 @@
 #include "common/device/dtype.cuh"
 #include "common/device/mma.cuh"
 #include "common/device/wgmma.cuh"
+#include "conv3d/few_channels/load.cuh"
 #include "conv3d/gradients/norm_lse/params.h"
 #include "conv3d/implicit_gemm/kernel.cuh"
 
@@ -19,10 +20,10 @@ namespace kgopt {
 
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// D[64 x kN] += A B; half types with channels innermost in both.
+// D[64 x kN] += A B, or D = A B unless `add`; half types with channels innermost in both.
 template <ConvMath kMath, int kN>
-__device__ __forceinline__ void norm_lse_wgmma(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descriptor) {
-  constexpr bool add = true;
+__device__ __forceinline__ void norm_lse_wgmma(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descriptor,
+                                               bool add = true) {
   static_assert(kN == 24 || kN == 8);
 #define KGOPT_NORM_LSE_WGMMA(k, types, scale)                                                   \
   if constexpr (kN == 24) {                                                                     \
@@ -49,33 +50,49 @@ __device__ __forceinline__ uint64_t norm_lse_descriptor(uint32_t low, uint32_t t
 // What a thread has of a warpgroup's sums. warp: of the four.
 template <ConvMath kMath>
 struct NormLseDweightSums {
-  static constexpr bool kHalf = conv_channels_per_word(kMath) == 2;
+  static constexpr bool kHalf = conv_channels_per_word(kMath) == 2, kTerms = kMath == ConvMath::kFp16x3;
+  static constexpr int kSplit = ConvMathTraits<kMath>::kSplit;
   static constexpr int kTaps = kNormLseTaps;
   using Operands = NormLseDweightOperands;
 
   float taps[kTaps][12] = {};
   float bias[kHalf ? 4 : 2] = {};
 
-  // dy as accumulators lie; from TF32's products, rounded for them. to: the warpgroup's operands.
+  // dy as accumulators lie to words of two half values, in two terms where there are.
+  static __device__ __forceinline__ void convert(const float (&dy)[kNormLseColumns / 2],
+                                                 uint32_t (&words)[kSplit][kNormLseColumns / 4]) {
+#pragma unroll
+    for (int i = 0; i < kNormLseColumns / 4; ++i) {
+      if constexpr (kTerms) {
+        split_half(dy[2 * i], dy[2 * i + 1], &words[0][i], &words[1][i]);
+      } else {
+        using Element = typename ConvMathTraits<kMath>::Element;
+        const float pair[2] = {dy[2 * i], dy[2 * i + 1]};
+        const Vec<Element, 2> packed = pack<Element>(pair);
+        words[0][i] = *reinterpret_cast<const uint32_t*>(&packed);
+      }
+    }
+  }
+  // Such words, or dy as accumulators lie, rounded for TF32's products. to: the warpgroup's operands.
+  static __device__ __forceinline__ void put_dy(uint32_t to, int warp, int lane,
+                                                const uint32_t (&words)[kSplit][kNormLseColumns / 4]) {
+    const uint32_t at = to + warp * 256 + (lane >> 2) * 32 + (lane & 3) * 4;
+#pragma unroll
+    for (int term = 0; term < kSplit; ++term) {
+#pragma unroll
+      for (int i = 0; i < kNormLseColumns / 4; ++i) {
+        store_word(at + term * Operands::kHalfBytes + i / 2 * Operands::kHalfBlock + i % 2 * 16, words[term][i]);
+      }
+    }
+  }
   static __device__ __forceinline__ void put_dy(uint32_t to, int warp, int lane,
                                                 const float (&dy)[kNormLseColumns / 2]) {
     const int g = lane >> 2, t = lane & 3;
-    if constexpr (kHalf) {
-      using Element = typename ConvMathTraits<kMath>::Element;
-      const uint32_t at = to + warp * 256 + g * 32 + t * 4;
+    const uint32_t at = to + warp * Operands::kDyBytes + (g & 1) * 2 * Operands::kUnit + (g >> 1) * 4 + t * 16;
 #pragma unroll
-      for (int i = 0; i < kNormLseColumns / 4; ++i) {
-        const float pair[2] = {dy[2 * i], dy[2 * i + 1]};
-        const Vec<Element, 2> packed = pack<Element>(pair);
-        store_word(at + i / 2 * Operands::kHalfBlock + i % 2 * 16, *reinterpret_cast<const uint32_t*>(&packed));
-      }
-    } else {
-      const uint32_t at = to + warp * Operands::kDyBytes + (g & 1) * 2 * Operands::kUnit + (g >> 1) * 4 + t * 16;
-#pragma unroll
-      for (int i = 0; i < kNormLseColumns / 2; ++i) {
-        // Of eight channels, the odd ones behind the even ones: no bank is met twice.
-        store_word(at + (i >> 1 & 1) * Operands::kUnit + i / 4 * 128 + (i & 1) * 64, __float_as_uint(dy[i]));
-      }
+    for (int i = 0; i < kNormLseColumns / 2; ++i) {
+      // Of eight channels, the odd ones behind the even ones: no bank is met twice.
+      store_word(at + (i >> 1 & 1) * Operands::kUnit + i / 4 * 128 + (i & 1) * 64, __float_as_uint(dy[i]));
     }
   }
   // Row of a sum's channel in 16 of a warp, of which a thread has g and g + 8.
@@ -115,10 +132,12 @@ struct NormLseDweightSums {
     for (int u = 0; u < 6; ++u) store_word(at + u * 128, v[u]);
   }
 
-  // Starts the products of a row of 64 positions. halo: of half types, where each strip's row begins in the halo, as a
-  // descriptor has it; slot: else, of x's row for the first tap.
+  // Starts the products of a row of 64 positions; in two terms, finishes them. halo: of half types, where each strip's
+  // row begins in the halo, as a descriptor has it, and to_low where its second term is from there; slot: else, of x's
+  // row for the first tap.
   __device__ __forceinline__ void multiply(uint32_t operands, uint32_t all_ones, const uint32_t (&halo)[4], int pitch,
-                                           int slot) {
+                                           uint32_t to_low, int slot) {
+    if constexpr (kTerms) return multiply_terms(operands, all_ones, halo, pitch, to_low);
     wgmma_fence();
     if constexpr (kHalf) {
       const uint64_t b_ones = norm_lse_descriptor(wgmma_b_descriptor(all_ones), 128);
@@ -160,6 +179,13 @@ struct NormLseDweightSums {
     for (int tap = 0; tap < kTaps; ++tap) wgmma_use(taps[tap]);
     if constexpr (kHalf) wgmma_use(bias);
   }
+  // Powers of two that undo the scales of two terms.
+  __device__ __forceinline__ void scale(float undo_dy, float undo_x) {
+#pragma unroll
+    for (int i = 0; i < kTaps * 12; ++i) taps[i / 12][i % 12] *= undo_dy, taps[i / 12][i % 12] *= undo_x;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bias[i] *= undo_dy;
+  }
 
   // f(place among a block's sums, sum)
   template <typename F>
@@ -186,6 +212,39 @@ struct NormLseDweightSums {
   }
 
  private:
+  // Sums of their own for each row, since the tensor core truncates when it adds to its accumulator.
+  __device__ __forceinline__ void multiply_terms(uint32_t operands, uint32_t all_ones, const uint32_t (&halo)[4],
+                                                 int pitch, uint32_t to_low) {
+    const uint64_t b_ones = norm_lse_descriptor(wgmma_b_descriptor(all_ones), 128);
+    const uint32_t a_first = wgmma_b_descriptor(operands);
+    float of_taps[kTaps][12], of_bias[4];
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint64_t a = norm_lse_descriptor(a_first + k * 16, Operands::kHalfBlock);
+      const uint64_t a_low = norm_lse_descriptor(a_first + k * 16 + Operands::kHalfBytes / 16, Operands::kHalfBlock);
+#pragma unroll
+      for (int tap = 0; tap < kTaps; ++tap) {
+        const uint32_t b = halo[k] + tap * pitch;
+        norm_lse_wgmma<kMath, 24>(of_taps[tap], a_low, norm_lse_descriptor(b, 16), k > 0);
+        norm_lse_wgmma<kMath, 24>(of_taps[tap], a, norm_lse_descriptor(b + to_low, 16));
+        norm_lse_wgmma<kMath, 24>(of_taps[tap], a, norm_lse_descriptor(b, 16));
+      }
+      norm_lse_wgmma<kMath, 8>(of_bias, a_low, b_ones, k > 0);
+      norm_lse_wgmma<kMath, 8>(of_bias, a, b_ones);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int tap = 0; tap < kTaps; ++tap) {
+      wgmma_use(of_taps[tap]);
+#pragma unroll
+      for (int i = 0; i < 12; ++i) taps[tap][i] += of_taps[tap][i];
+    }
+    wgmma_use(of_bias);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bias[i] += of_bias[i];
+  }
   static __device__ __forceinline__ void store_word(uint32_t at, uint32_t word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
   }

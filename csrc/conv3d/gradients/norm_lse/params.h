@@ -15,6 +15,8 @@ namespace kgopt {
 
 inline constexpr int kNormLseColumns = 64;  // channels, all of them in one block
 inline constexpr int kNormLseProducers = 1, kNormLseConsumers = 3;
+// K steps whose fragments have registers beside sums for dweight or a second term.
+inline constexpr int kNormLseGroup = 3;
 inline constexpr int kNormLseThreads = 128 * (kNormLseProducers + kNormLseConsumers);
 
 // The first pass, and two kinds of the second: dy in memory, or its products for dx and dweight.
@@ -51,8 +53,7 @@ KGOPT_HD constexpr int norm_lse_dx_bytes(ConvMath math) {
 }
 
 // dweight from dy while that is in registers, of the same convolutions as dx: what the products read of shared memory,
-// in bytes, of a warpgroup. Without TF32 dy in two terms would be twice that, and dy is stored.
-KGOPT_HD constexpr bool norm_lse_makes_dweight(ConvMath math) { return math != ConvMath::kTf32x3; }
+// in bytes, of a warpgroup.
 struct NormLseDweightOperands {
   static constexpr int kHalfBlock = 64 * 16;  // half types: 8 channels of 64 positions
   // TF32: a unit of 16 bytes of 64 channels, 4 of which are a strip's, so that odd ones lie half of the banks further.
@@ -63,10 +64,11 @@ struct NormLseDweightOperands {
 inline constexpr int kNormLseBarrier = 3;      // the first of the warpgroups' barriers, behind the loaders'
 inline constexpr int kNormLseOnesBytes = 256;  // eight columns of ones, for dbias of half types
 KGOPT_HD constexpr int norm_lse_operand_bytes(ConvMath math) {
-  return math == ConvMath::kTf32 ? NormLseDweightOperands::kTf32Bytes : NormLseDweightOperands::kHalfBytes;
+  return math == ConvMath::kTf32 ? NormLseDweightOperands::kTf32Bytes
+                                 : NormLseDweightOperands::kHalfBytes * conv_split_factor(math);
 }
 KGOPT_HD constexpr int norm_lse_dweight_bytes(ConvMath math) {
-  return norm_lse_makes_dweight(math) ? kNormLseOnesBytes + kNormLseConsumers * norm_lse_operand_bytes(math) : 0;
+  return kNormLseOnesBytes + kNormLseConsumers * norm_lse_operand_bytes(math);
 }
 // A block's sums: [tap and input channel, then four parts of dbias][64 output channels]. Of the kernel that adds up
 // those of all blocks, neighbours that a block sums, and threads that share one.
@@ -101,6 +103,7 @@ struct ConvNormLseParams {
   // Of each position, what the first pass leaves for the second: minus the shift of its exponentials, in powers of 2,
   // and dlse over their sum.
   float* shares;
+  void* sizes;  // in two terms, of each slice of the first pass, a float2 for the scales of the second
   GroupNormPassesBwdParams norm;  // the first pass writes its partial sums, the second reads its rows
   NormLseDx dx;                   // of the second pass
   NormLseDweight dweight;         // of the second pass that stores nothing
@@ -115,7 +118,8 @@ KGOPT_HD int norm_lse_shared_positions(const FewChannelsParams& p) {
   return (norm_lse_strips_h(p) - 1) * 2 * p.in[2] + p.in[1] * (norm_lse_strips_w(p) - 1) * 2;
 }
 inline void place_norm_lse_frames(const FewChannelsParams& p, NormLseDx* dx) {
-  const int rows = p.plan.rows, frame = norm_lse_frame(rows, conv_channels_per_word(p.plan.math) == 2);
+  const bool is_half = p.plan.math == ConvMath::kBf16 || p.plan.math == ConvMath::kFp16;
+  const int rows = p.plan.rows, frame = norm_lse_frame(rows, is_half);
   dx->frame_row = (frame + rows - 1) / rows;
   dx->frame_column = norm_lse_strips_h(p) * rows * dx->frame_row;
   dx->frame_depth = norm_lse_strips_w(p) * dx->frame_column;
@@ -153,18 +157,26 @@ inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& lim
       return refuse("more than 2 * 10^7 positions, which 32 bits of an offset in frames bound");
     }
   }
-  const ConvMath math = conv_math(q);
-  q.epilogue = ConvEpilogue::kStore;
-  q.allow_tf32 = true;
-  FewChannelsPlan p = plan_few_channels(q, limits);
+  const bool terms = conv_math(q) == ConvMath::kTf32x3;  // two of fp16, which have the digits of two of TF32
+  const ConvMath math = terms ? ConvMath::kFp16x3 : conv_math(q);
+  ConvProblem of_words = q;
+  of_words.epilogue = q.epilogue = ConvEpilogue::kStore;
+  of_words.allow_tf32 = true;
+  if (terms) of_words.dtype = Dtype::kFloat16;
+  FewChannelsPlan p = plan_few_channels(of_words, limits);
   if (p.refusal) return p;
-  if (!p.chunked) return refuse("input channels that 16 bytes of a position do not divide");
   p.math = math;
-  if (math == ConvMath::kTf32x3) {  // weights in two parts, and sums of few steps
+  if (terms) {  // what fills up a chunk of eight channels is zero
+    p.words = (p.words + 3) / 4 * 4;
+    p.k_words = p.words * p.kernel[0] * p.kernel[1] * p.kernel[2];
+    p.chunked = true, p.taps_fast = false;
+  }
+  if (!p.chunked) return refuse("input channels that 16 bytes of a position do not divide");
+  if (terms || (makes_dx && math == ConvMath::kTf32)) {  // sums or groups of few steps
     p.large_batch = false;
-    p.batch = few_channels_batch(math, 1, p.large_batch);
+    p.batch = terms ? few_channels_batch(math, 1, p.large_batch) : kNormLseGroup;
     p.k_steps = ((p.k_words + 7) / 8 + p.batch - 1) / p.batch * p.batch;
-    p.zero_plane = p.k_words != p.k_steps * 8;
+    p.zero_plane = !terms && p.k_words != p.k_steps * 8;
   }
   p.producers = kNormLseProducers, p.consumers = kNormLseConsumers;
   plan_detail::BestTile best{q, limits};
