@@ -133,7 +133,8 @@ __device__ __forceinline__ void split_halo(const FewChannelsPlan& plan, uint32_t
 
 // What the loading warpgroups do from start to end: fill the stages with the halos of `tile_count` tiles from `cursor`
 // on. Their threads walk over the positions of the halo, all words of a position in one thread. kForProducts: wgmma
-// itself reads the halo, not the threads of the computing side. scale: of all tiles in two terms, 0 where each has its own.
+// itself reads the halo, not the threads of the computing side. scale: of all tiles in two terms, 0 where each has its
+// own.
 template <ConvMath kMath, bool kChunked, int kProducers, bool kForProducts = false>
 __device__ __forceinline__ void few_channels_load_tiles(const FewChannelsParams& p, const FewChannelsSmemLayout& layout,
                                                         uint32_t* smem, int64_t n, int group, TileCursor cursor,

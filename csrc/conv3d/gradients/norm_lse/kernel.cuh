@@ -323,8 +323,8 @@ __global__ void __launch_bounds__(kNormLseBorderThreads)
 
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Of products in two terms of fp16, powers of two that values are multiplied by. x: of the sample, 0 where each tile has
-// its own; dlse: no scale, but the largest one's size.
+// Of products in two terms of fp16, powers of two that values are multiplied by. x: of the sample, 0 where each tile
+// has its own; dlse: no scale, but the largest one's size.
 struct NormLseScales {
   float weight = 1.f, x = 0.f, dy = 1.f, dlse = 0.f;
 };
@@ -343,7 +343,8 @@ __device__ __forceinline__ void norm_lse_sample_scales(const ConvNormLseParams& 
   scales->dlse = __uint_as_float(block_size<kNormLseThreads / 32>(largest.y, scratch));
   scales->x = __uint_as_float((254u << 23) - undo);  // one over a power of two
 }
-// Of a channel: a normalized value is at most the root of its group's size, and what follows tanh has a slope below 0.6.
+// Of a channel: a normalized value is at most the root of its group's size, and what follows tanh has a slope below
+// 0.6.
 __device__ __forceinline__ float norm_lse_dy_bound(const ConvNormLseParams& q, const GradientRow<float>& of_dy,
                                                    float dlse) {
   const FewChannelsParams& p = q.conv;
@@ -491,8 +492,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     }
     // Products read the halo itself where they take half types.
     constexpr bool kForProducts = kMakesDweight && ConvMathTraits<kMath>::kPerWord == 2;
-    few_channels_load_tiles<kMath, true, kProducers, kForProducts>(p, layout, smem, n, 0, cursor, tile_count,
-                                                                   scales.x);
+    few_channels_load_tiles<kMath, true, kProducers, kForProducts>(p, layout, smem, n, 0, cursor, tile_count, scales.x);
   } else {
     if constexpr (kMakesDweight && !kTerms) {
       set_registers<160, true>();
@@ -857,8 +857,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
       float* const parts = reinterpret_cast<float*>(dx_weights);
       named_barrier(1, kWarps * 32);
       if constexpr (kTerms) dweight.scale(1.f / scales.dy, 1.f / scales.x);
-      dweight.for_each(warp & 3, lane,
-                       [&](int at, float sum) { parts[warp / 4 * kNormLseDweightFloats + at] = sum; });
+      dweight.for_each(warp & 3, lane, [&](int at, float sum) { parts[warp / 4 * kNormLseDweightFloats + at] = sum; });
       named_barrier(1, kWarps * 32);
       float* const to = q.dweight.partials + int64_t(blockIdx.x) * kNormLseDweightFloats;
       for (int i = tid - kLoaders; i < kNormLseDweightFloats; i += kWarps * 32) {
