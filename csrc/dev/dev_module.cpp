@@ -488,6 +488,7 @@ void bind_conv(py::module_& m) {
       .def_property_readonly(
           "refusal", [](const FewMarchPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_property_readonly("kernel", [](const FewMarchPlan& p) { return copied(p.kernel); })
+      .def_readonly("terms", &FewMarchPlan::terms)
       .def_readonly("inputs", &FewMarchPlan::inputs)
       .def_readonly("tiles", &FewMarchPlan::tiles)
       .def_readonly("rows", &FewMarchPlan::rows)
