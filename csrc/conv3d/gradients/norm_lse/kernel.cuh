@@ -493,6 +493,10 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     // Products read the halo itself where they take half types.
     constexpr bool kForProducts = kMakesDweight && ConvMathTraits<kMath>::kPerWord == 2;
     few_channels_load_tiles<kMath, true, kProducers, kForProducts>(p, layout, smem, n, 0, cursor, tile_count, scales.x);
+    if constexpr (kMakesDweight) {  // those around the sums
+      __syncthreads();
+      __syncthreads();
+    }
   } else {
     if constexpr (kMakesDweight && !kTerms) {
       set_registers<160, true>();
@@ -853,12 +857,13 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     }
 
     if constexpr (kMakesDweight) {
-      // Where weights and operands were, which nobody reads any longer, there is room for each warpgroup's sums.
+      // Where weights and operands were, which nobody reads any longer, there is room for each warpgroup's sums. The
+      // barriers are the whole block's: racecheck takes one of some warps, behind those of single warpgroups, for none.
       float* const parts = reinterpret_cast<float*>(dx_weights);
-      named_barrier(1, kWarps * 32);
+      __syncthreads();
       if constexpr (kTerms) dweight.scale(1.f / scales.dy, 1.f / scales.x);
       dweight.for_each(warp & 3, lane, [&](int at, float sum) { parts[warp / 4 * kNormLseDweightFloats + at] = sum; });
-      named_barrier(1, kWarps * 32);
+      __syncthreads();
       float* const to = q.dweight.partials + int64_t(blockIdx.x) * kNormLseDweightFloats;
       for (int i = tid - kLoaders; i < kNormLseDweightFloats; i += kWarps * 32) {
         float sum = parts[i];
