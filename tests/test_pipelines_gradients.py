@@ -245,6 +245,7 @@ LSE_MADE = {
     "tall": (2, 8, 64, 8, (45, 40), (3, 1), (2, 0), 1),
     "large": (2, 8, 64, 16, (24, 64), (3, 3), 0, 1),
     "strided": (3, 8, 64, 8, (25, 40), (3, 3), (1, 1), (2, 1)),
+    "five channels": (3, 5, 48, 4, (9, 40), (3, 3), 1, 1),
 }
 
 
@@ -256,6 +257,8 @@ def test_third_pipelines_gradients_without_the_output(case, precision, monkeypat
     n, c_in, c_out, groups, size, kernel, padding, stride = LSE_MADE[case]
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    if case == "five channels" and dtype.itemsize == 2:
+        pytest.skip("input channels that 16 bytes of a position do not divide")
     x, weight = torch.randn(n, c_in, *size, device="cuda"), torch.randn(c_out, c_in, *kernel, device="cuda") * 0.3
     if case == "large":  # exponentials that are out of range without a shift
         x = x * 300

@@ -339,14 +339,13 @@ def test_plan_of_the_pass_that_makes_dy_and_dx(n, c_out, size, kernel, padding, 
     assert alone.refusal is None
     assert plan.refusal is None
     assert plan.rows >= min(4, output[1])
-    weights, carried = 64 * 72 * (2 if dtype != "float32" else 4), 384 * 24 * 4
     terms = 1 if allow_tf32 or dtype != "float32" else 2
+    weights, carried = 64 * 72 * 2 * terms, 384 * 24 * 4
     stages = plan.stages * (plan.words // 4 + plan.zero_plane) * plan.plane * 4 * terms
     own = 64 * plan.k_steps * 8 * 4 * terms
-    exact = dtype == "float32" and allow_tf32
-    operands = 256 + 3 * (26112 if exact else 8192 * terms)
-    assert weights + (0 if exact else carried) + operands + stages + own <= plan.smem_bytes
-    assert plan.k_steps == (-(-plan.k_words // 24) * 3 if exact else 5)
+    operands = 256 + 3 * 8192 * terms
+    assert weights + carried + operands + stages + own <= plan.smem_bytes
+    assert plan.k_steps == 5
     assert plan.smem_bytes <= limits.smem_per_block
 
 

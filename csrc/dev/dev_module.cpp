@@ -106,7 +106,8 @@ void bind_conv(py::module_& m) {
       .value("tf32x3", ConvMath::kTf32x3)
       .value("bf16", ConvMath::kBf16)
       .value("fp16", ConvMath::kFp16)
-      .value("fp16x3", ConvMath::kFp16x3);
+      .value("fp16x3", ConvMath::kFp16x3)
+      .value("fp16x1", ConvMath::kFp16x1);
   py::enum_<ConvEpilogue>(m, "ConvEpilogue")
       .value("store", ConvEpilogue::kStore)
       .value("store_stats", ConvEpilogue::kStoreStats)

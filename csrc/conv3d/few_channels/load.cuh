@@ -51,7 +51,7 @@ __device__ __forceinline__ void few_channels_prepare_stages(const FewChannelsPla
       for (int i = tid; i < plan.plane; i += threads) zeros[stage * few_channels_stage_words(plan) + i] = 0;
     }
   }
-  if (plan.math == ConvMath::kFp16x3) {  // what no load writes must not count for the scale
+  if (conv_is_scaled(plan.math)) {  // what no load writes must not count for the scale
     for (int i = tid; i < plan.raw_words; i += threads) smem[layout.raw + i] = 0;
   }
   if (tid == 0) {
@@ -104,8 +104,9 @@ __device__ __forceinline__ float scale_of_halo(const float* raw, int all, float*
   return __uint_as_float((268 - exponent) << 23);
 }
 
-// Two fp16 terms of the values of a tile, all scaled by a power of two, the tile's own where `scale` is 0. raw: a plane
-// of fp32 a channel. Called by 128 threads.
+// One or two fp16 terms of the values of a tile, all scaled by a power of two, the tile's own where `scale` is 0. raw:
+// a plane of fp32 a channel. Called by 128 threads.
+template <bool kTwo>
 __device__ __forceinline__ void split_halo(const FewChannelsPlan& plan, uint32_t* to, const float* raw, int positions,
                                            float scale, float* undo_scale, uint32_t* maxima, int tid) {
   const int chunks = plan.words / 4;
@@ -126,7 +127,7 @@ __device__ __forceinline__ void split_halo(const FewChannelsPlan& plan, uint32_t
         split_half(src[0] * scale, src[positions] * scale, &high[j], &low[j]);
       }
       *reinterpret_cast<uint4*>(high_plane + i * 4) = make_uint4(high[0], high[1], high[2], high[3]);
-      *reinterpret_cast<uint4*>(low_plane + i * 4) = make_uint4(low[0], low[1], low[2], low[3]);
+      if (kTwo) *reinterpret_cast<uint4*>(low_plane + i * 4) = make_uint4(low[0], low[1], low[2], low[3]);
     }
   }
 }
@@ -157,7 +158,7 @@ __device__ __forceinline__ void few_channels_load_tiles(const FewChannelsParams&
   // A thread has one place along the width and walks over the rows of the halo, all depths one after the other.
   constexpr int kVector = 4;
   constexpr bool kRearranged = kChunked || kPerWord == 2;  // what vectors bring
-  constexpr bool kTerms = kMath == ConvMath::kFp16x3;
+  constexpr bool kTerms = conv_is_scaled(kMath);
   const bool vectors = p.load == FewChannelsLoad::kVectors;
   const int across = vectors ? plan.vectors : plan.halo[2];
   const int threads_w = min(across, kLoaders);
@@ -170,9 +171,10 @@ __device__ __forceinline__ void few_channels_load_tiles(const FewChannelsParams&
   // From rows of channels, as they lie in memory, to words and chunks.
   auto rearrange = [&](uint32_t* to, const uint32_t* raw, int rows) {
     if constexpr (kTerms) {
-      split_halo(plan, to, reinterpret_cast<const float*>(raw), rows * plan.pitch, scale,
-                 reinterpret_cast<float*>(smem + layout.barriers + kFewChannelsScales + (to - halo) / stage_words),
-                 smem + layout.barriers + kFewChannelsScales + kFewChannelsStages, tid);
+      split_halo<Traits::kSplit == 2>(
+          plan, to, reinterpret_cast<const float*>(raw), rows * plan.pitch, scale,
+          reinterpret_cast<float*>(smem + layout.barriers + kFewChannelsScales + (to - halo) / stage_words),
+          smem + layout.barriers + kFewChannelsScales + kFewChannelsStages, tid);
     } else if constexpr (kPerWord == 1) {
       // Four channels of a position make a chunk.
       const int positions = rows * plan.pitch;  // a chunked plane has no gaps

@@ -31,12 +31,10 @@ namespace kgopt {
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 template <ConvMath kMath>
-inline constexpr WgmmaType kNormLseType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
-                                          : kMath == ConvMath::kTf32 ? WgmmaType::kTf32
-                                                                     : WgmmaType::kFp16;
+inline constexpr WgmmaType kNormLseType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16 : WgmmaType::kFp16;
 
-// f(place, weight, the next input channel's weight) for each word of the right operand that makes y in two terms of
-// fp16; zeros where it is padding.
+// f(place, weight, the next input channel's weight) for each word of the right operand that makes y of scaled values;
+// zeros where it is padding.
 template <typename F>
 __device__ __forceinline__ void norm_lse_weight_words(const FewChannelsParams& p, int thread, const F& f) {
   const FewChannelsPlan& plan = p.plan;
@@ -62,15 +60,19 @@ __device__ __forceinline__ float norm_lse_weight_size(const FewChannelsParams& p
   });
   return size;
 }
-__device__ __forceinline__ void norm_lse_load_weight_terms(const FewChannelsParams& p, uint32_t* weights, float scale,
-                                                           int thread) {
+template <bool kTwo>
+__device__ __forceinline__ void norm_lse_load_scaled_weights(const FewChannelsParams& p, uint32_t* weights, float scale,
+                                                             int thread) {
   uint32_t* const low = weights + p.plan.k_steps * 8 * kNormLseColumns;
-  norm_lse_weight_words(p, thread,
-                        [&](int i, float a, float b) { split_half(a * scale, b * scale, &weights[i], &low[i]); });
+  norm_lse_weight_words(p, thread, [&](int i, float a, float b) {
+    uint32_t rest;
+    split_half(a * scale, b * scale, &weights[i], &rest);
+    if (kTwo) low[i] = rest;
+  });
 }
 
 // Weights for dx, in the blocks of wgmma.cuh: columns are (tap, input channel), K output channels, in the order in
-// which the accumulators of dy have them: in TF32 words t and t + 4 of a step are the neighbours 2 t and 2 t + 1.
+// which the accumulators of dy have them.
 template <ConvMath kMath>
 __device__ __forceinline__ void norm_lse_load_dx_weights(const FewChannelsParams& p, uint32_t* weights, float scale,
                                                          int thread) {
@@ -86,41 +88,19 @@ __device__ __forceinline__ void norm_lse_load_dx_weights(const FewChannelsParams
     const Raw* const from = static_cast<const Raw*>(p.weight) +
                             (is_there ? c * p.w_stride_in + h * p.w_stride_k[1] + w * p.w_stride_k[2] : 0);
     auto read = [&](int c_out) { return is_there && c_out < p.c_out ? from[c_out * p.w_stride_out] : Raw(); };
-    if constexpr (Traits::kPerWord == 2) {
-      const int c_out = step * 16 + word * 2;
-      if constexpr (Traits::kSplit == 2) {
-        split_half(read(c_out) * scale, read(c_out + 1) * scale, &weights[i], &weights[i + kWords]);
-      } else {
-        weights[i] = uint32_t(read(c_out)) | uint32_t(read(c_out + 1)) << 16;
-      }
+    const int c_out = step * 16 + word * 2;
+    if constexpr (conv_is_scaled(kMath)) {
+      uint32_t rest;
+      split_half(read(c_out) * scale, read(c_out + 1) * scale, &weights[i], &rest);
+      if constexpr (Traits::kSplit == 2) weights[i + kWords] = rest;
     } else {
-      weights[i] = to_tf32(read(step * 8 + (word & 3) * 2 + (word >> 2)));
+      weights[i] = uint32_t(read(c_out)) | uint32_t(read(c_out + 1)) << 16;
     }
   }
 }
 
 // Of a lane, the two rows of dx that the next rows of dy add to.
-template <bool kInShared>
 struct NormLseCarried {
-  float rows[2][kNormLseDxRow];
-
-  __device__ __forceinline__ NormLseCarried(uint32_t*, int) {}
-  __device__ __forceinline__ void load(int row, float (&to)[kNormLseDxRow]) const {
-#pragma unroll
-    for (int i = 0; i < kNormLseDxRow; ++i) to[i] = rows[row][i];
-  }
-  // Row 0, then row 1, each once: by a number that is known at run time alone.
-  __device__ __forceinline__ void take(int, float (&to)[kNormLseDxRow]) {
-    load(0, to);
-    store(0, rows[1]);
-  }
-  __device__ __forceinline__ void store(int row, const float (&from)[kNormLseDxRow]) {
-#pragma unroll
-    for (int i = 0; i < kNormLseDxRow; ++i) rows[row][i] = from[i];
-  }
-};
-template <>
-struct NormLseCarried<true> {
   static constexpr int kVectors = kNormLseDxRow / 4, kStep = 128 * kNormLseConsumers;
   float4* at;
 
@@ -144,25 +124,17 @@ struct NormLseCarried<true> {
 
 // dy of a warpgroup's 64 positions, as its accumulators lie and in the operands' type, times the weights: done becomes
 // the row of dx that no later row of dy reaches, carried the two behind it.
-template <ConvMath kMath, typename Dy, typename Carried>
-__device__ __forceinline__ void norm_lse_dx_products(const Dy& dy, uint32_t b_first, float (&done)[kNormLseDxRow],
-                                                     Carried& carried) {
+template <ConvMath kMath>
+__device__ __forceinline__ void norm_lse_dx_products(
+    const uint32_t (&dy)[conv_split_factor(kMath)][kNormLseColumns / 4], uint32_t b_first, float (&done)[kNormLseDxRow],
+    NormLseCarried& carried) {
   using Traits = ConvMathTraits<kMath>;
   constexpr WgmmaType kType = kNormLseType<kMath>;
   constexpr int kSteps = norm_lse_dx_steps(kMath), kBStep = kNormLseDxColumns * 8 * 4 / 16;
   uint32_t a[Traits::kSplit][kSteps][4];
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (Traits::kPerWord == 2) {
-#pragma unroll
-        for (int term = 0; term < Traits::kSplit; ++term) a[term][s][i] = dy[term][s * 4 + i];
-      } else {
-        constexpr int kFrom[4] = {0, 2, 1, 3};
-        a[0][s][i] = __float_as_uint(dy[s * 4 + kFrom[i]]);
-      }
-    }
+  for (int i = 0; i < Traits::kSplit * kSteps * 4; ++i) {
+    a[i / (kSteps * 4)][i / 4 % kSteps][i % 4] = dy[i / (kSteps * 4)][i % (kSteps * 4)];
   }
   float d[kNormLseDxColumns / 2];
   wgmma_fence();
@@ -323,7 +295,7 @@ __global__ void __launch_bounds__(kNormLseBorderThreads)
 
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Of products in two terms of fp16, powers of two that values are multiplied by. x: of the sample, 0 where each tile
+// Of fp32 values as fp16, powers of two that values are multiplied by. x: of the sample, 0 where each tile
 // has its own; dlse: no scale, but the largest one's size.
 struct NormLseScales {
   float weight = 1.f, x = 0.f, dy = 1.f, dlse = 0.f;
@@ -379,9 +351,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   constexpr bool kCoarse = ConvMathTraits<kMath>::kSplit == 1;
   constexpr int kLoaders = 128 * kProducers, kWarps = kConsumers * 4, kThreads = kNormLseThreads;
   constexpr int kSplit = ConvMathTraits<kMath>::kSplit, kBatch = few_channels_batch(kMath, 1, kLargeBatch);
-  constexpr bool kTerms = kMath == ConvMath::kFp16x3;
-  // Steps whose fragments have registers, which sums for dweight and a second term take.
-  constexpr int kGroup = kTerms || (kMakesDweight && kMath == ConvMath::kTf32) ? kNormLseGroup : kBatch;
+  constexpr bool kScaled = conv_is_scaled(kMath), kTerms = kMath == ConvMath::kFp16x3;
   constexpr WgmmaType kType = kNormLseType<kMath>;
   static_assert(kWarps * (kColumns * 2 + 1) + kColumns * 4 <= kColumns * 3 * kWarps, "scratch is that of moments");
   extern __shared__ __align__(128) uint32_t smem[];
@@ -406,9 +376,9 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   const int64_t n = blockIdx.x / plan.slices, slice = blockIdx.x % plan.slices;
 
   // K entry -> byte offset in the halo. Padded entries point at the plane of zeros: a zero weight alone would turn an
-  // infinite input into a NaN. In two terms, where an infinite one gives that anyway, they repeat the last.
+  // infinite input into a NaN. Of scaled values, where an infinite one gives that anyway, they repeat the last.
   for (int entry = tid * 4; entry < plan.k_steps * 8; entry += kThreads * 4) {
-    const int i = kTerms ? min(entry, plan.k_words - 4) : entry;
+    const int i = kScaled ? min(entry, plan.k_words - 4) : entry;
     int offset = few_channels_planes(plan) * plan.plane;
     if (i < plan.k_words) {
       const int word = i % plan.words, tap = i / plan.words;
@@ -420,9 +390,9 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     offsets[(entry >> 2 & 1) * plan.k_steps + entry / 8] = offset * 4;
   }
   [[maybe_unused]] NormLseScales scales;
-  if constexpr (kTerms) {
+  if constexpr (kScaled) {
     scales.weight = scale_of_size(block_size<kThreads / 32>(norm_lse_weight_size(p, tid), scales_scratch));
-    norm_lse_load_weight_terms(p, weights, scales.weight, tid);
+    norm_lse_load_scaled_weights<kTerms>(p, weights, scales.weight, tid);
     if constexpr (kMakesDweight) {
       norm_lse_sample_scales(q, n, scales_scratch, &scales);
     }
@@ -452,7 +422,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
         row = of_dy.affine;
         backward.x = -row.rstd * (row.rstd * of_dy.term_xhat);
         backward.y = fmaf(bias - row.mean, backward.x, -row.rstd * of_dy.term);
-        if constexpr (kTerms && kMakesDweight) bound = norm_lse_dy_bound(q, of_dy, scales.dlse);
+        if constexpr (kScaled && kMakesDweight) bound = norm_lse_dy_bound(q, of_dy, scales.dlse);
       } else {
         row = make_affine_row<float>(q.norm.affine, n, c);
       }
@@ -463,7 +433,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     }
     forward_table[c] = forward, backward_table[c] = backward;
   }
-  if constexpr (kTerms && kMakesDweight) {
+  if constexpr (kScaled && kMakesDweight) {
     scales.dy = scale_of_size(block_size<kThreads / 32>(bound, scales_scratch));
     if (tid < kColumns) backward_table[tid].x *= scales.dy, backward_table[tid].y *= scales.dy;
   }
@@ -473,7 +443,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   [[maybe_unused]] uint32_t* const ones = dx_weights + norm_lse_dx_bytes(kMath) / 4;
   if constexpr (kMakesDweight) {
     if (makes_dx) norm_lse_load_dx_weights<kMath>(p, dx_weights, scales.weight, tid);
-    using Operand = std::conditional_t<kTerms, __half, Element>;
+    using Operand = std::conditional_t<kScaled, __half, Element>;
     const float pair[2] = {1.f, 1.f};
     const Vec<Operand, 2> packed = pack<Operand>(pair);
     if (tid < kNormLseOnesBytes / 4) ones[tid] = *reinterpret_cast<const uint32_t*>(&packed);
@@ -485,20 +455,20 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   TileCursor cursor = few_channels_tiles(plan, slice, &tile_count);
   const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
   if (tid < kLoaders) {
-    if constexpr (kMakesDweight && !kTerms) {  // sums take more of them
+    if constexpr (kMakesDweight && !kScaled) {  // sums take more of them
       set_registers<32, false>();
     } else {
       share_registers<kProducers, kConsumers, false>();
     }
-    // Products read the halo itself where they take half types.
-    constexpr bool kForProducts = kMakesDweight && ConvMathTraits<kMath>::kPerWord == 2;
-    few_channels_load_tiles<kMath, true, kProducers, kForProducts>(p, layout, smem, n, 0, cursor, tile_count, scales.x);
+    // Products for dweight read the halo itself.
+    few_channels_load_tiles<kMath, true, kProducers, kMakesDweight>(p, layout, smem, n, 0, cursor, tile_count,
+                                                                    scales.x);
     if constexpr (kMakesDweight) {  // those around the sums
       __syncthreads();
       __syncthreads();
     }
   } else {
-    if constexpr (kMakesDweight && !kTerms) {
+    if constexpr (kMakesDweight && !kScaled) {
       set_registers<160, true>();
     } else {
       share_registers<kProducers, kConsumers, true>();
@@ -521,16 +491,15 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
 
     [[maybe_unused]] float sums[kSums ? 16 : 1][2] = {};
     // Of the two rows of dx that the next rows of dy add to.
-    [[maybe_unused]] NormLseCarried<norm_lse_carries_in_shared(kMath)> carried(
-        dx_weights + norm_lse_dx_weight_bytes(kMath) / 4, tid - kLoaders);
+    [[maybe_unused]] NormLseCarried carried(dx_weights + norm_lse_dx_weight_bytes(kMath) / 4, tid - kLoaders);
     [[maybe_unused]] uint32_t dx_first = wgmma_b_descriptor(shared_address(dx_weights));
     if constexpr (kMakesDweight) asm volatile("" : "+r"(dx_first));
-    using Dweight = NormLseDweightSums<kMakesDweight ? kMath : ConvMath::kTf32>;
+    using Dweight = NormLseDweightSums<kMakesDweight ? kMath : ConvMath::kBf16>;
     [[maybe_unused]] Dweight dweight;
     [[maybe_unused]] const uint32_t operands =
         shared_address(ones) + kNormLseOnesBytes + warp / 4 * norm_lse_operand_bytes(kMath);
     [[maybe_unused]] float shift[2] = {0.f, 0.f};
-    // Of two terms: what undoes the scale of a stage's y, and of dx; the largest of the stages' scales and of dlse.
+    // Of scaled values: what undoes the scale of a stage's y, and of dx; the largest of the stages' scales and of dlse.
     [[maybe_unused]] const float* const undo_scales =
         reinterpret_cast<const float*>(smem + layout.barriers + kFewChannelsScales);
     [[maybe_unused]] const float undo_weight = 1.f / scales.weight, undo_dx = 1.f / scales.dy * undo_weight;
@@ -541,7 +510,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
       barrier_wait(full + stage, parity);
       [[maybe_unused]] float undo = 1.f;
-      if constexpr (kTerms) {
+      if constexpr (kScaled) {
         undo = undo_scales[stage] * undo_weight;
         if (kSums) largest_undo = fmaxf(largest_undo, undo_scales[stage]);
       }
@@ -562,20 +531,12 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
         float2* shares_at = shares + position;
         [[maybe_unused]] const float* dlse_at = dlse + position;
         [[maybe_unused]] int dx_at, frame_at;
-        [[maybe_unused]] uint32_t halo_at[4];  // of half types, the four strips' rows
-        [[maybe_unused]] int slot = 0;         // of TF32, in which the row's first row of x lies
+        [[maybe_unused]] uint32_t halo_at[4];  // the four strips' rows
         if constexpr (kMakesDweight) {
-          if constexpr (Dweight::kHalf) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int at = strip_table[min(job * 4 + i, plan.strips - 1)].x;
-              halo_at[i] = wgmma_b_descriptor(shared_address(halo + stage * stage_words) + at);
-            }
-          } else {
-            named_barrier(kNormLseBarrier + warp / 4, 128);  // the strip before is multiplied
-            for (int i = 0; i < plan.kernel[1] - 1; ++i) {
-              Dweight::put_x(operands, warp & 3, lane, i, base - lane_bytes + i * base_step, plan);
-            }
+          for (int i = 0; i < 4; ++i) {
+            const int at = strip_table[min(job * 4 + i, plan.strips - 1)].x;
+            halo_at[i] = wgmma_b_descriptor(shared_address(halo + stage * stage_words) + at);
           }
         }
         if constexpr (kMakesDweight) {
@@ -601,7 +562,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
               if (!valid[half]) continue;
               if constexpr (kSums) {
                 own_dlse[half] = dlse_at[half];
-                if constexpr (kTerms) {
+                if constexpr (kScaled) {
                   const float size = fabsf(own_dlse[half]);
                   if (size < INFINITY) largest_dlse = fmaxf(largest_dlse, size);
                 }
@@ -616,10 +577,10 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
             for (int first = 0; first < (kMakesDweight ? kBatch : plan.k_steps); first += kBatch) {
               float partial[kColumns / 2];
 #pragma unroll
-              for (int group = 0; group < kBatch; group += kGroup) {
-                uint32_t high[kGroup][4], low[kGroup][4];
+              for (int group = 0; group < kBatch; group += kNormLseGroup) {
+                uint32_t high[kNormLseGroup][4], low[kNormLseGroup][4];
 #pragma unroll
-                for (int k = 0; k < kGroup; ++k) {
+                for (int k = 0; k < kNormLseGroup; ++k) {
                   if (group + k >= kBatch) continue;
                   const uint32_t at = base + own_offsets[first + group + k];
                   load_matrices(high[k], at);
@@ -627,7 +588,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
                 }
                 wgmma_fence();
 #pragma unroll
-                for (int k = 0; k < kGroup; ++k) {
+                for (int k = 0; k < kNormLseGroup; ++k) {
                   if (group + k >= kBatch) continue;
                   const uint32_t b = b_first + (first + group + k) * kBStep;
                   wgmma<kType, kColumns>(partial, low[k], b, group + k > 0);
@@ -641,22 +602,24 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
 #pragma unroll
               for (int i = 0; i < kColumns / 2; ++i) acc[i] = first == 0 ? partial[i] : acc[i] + partial[i];
             }
-#pragma unroll
-            for (int i = 0; i < kColumns / 2; ++i) acc[i] *= undo;
           } else {
-            for (int first = 0; first < plan.k_steps; first += kGroup) {
-              uint32_t a[kGroup][4];
+            for (int first = 0; first < plan.k_steps; first += kBatch) {
+              uint32_t a[kBatch][4];
 #pragma unroll
-              for (int i = 0; i < kGroup; ++i) load_matrices(a[i], base + own_offsets[first + i]);
+              for (int i = 0; i < kBatch; ++i) load_matrices(a[i], base + own_offsets[first + i]);
               wgmma_fence();
 #pragma unroll
-              for (int i = 0; i < kGroup; ++i) {
+              for (int i = 0; i < kBatch; ++i) {
                 wgmma<kType, kColumns>(acc, a[i], b_first + (first + i) * kBStep, i > 0 || first > 0);
               }
               wgmma_commit();
               wgmma_wait<0>();
             }
             wgmma_use(acc);
+          }
+          if constexpr (kScaled) {
+#pragma unroll
+            for (int i = 0; i < kColumns / 2; ++i) acc[i] *= undo;
           }
           // All four warps are through with the products of the row before, whose operands are written anew.
           if constexpr (kMakesDweight) {
@@ -763,7 +726,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
 #pragma unroll
               for (int half = 0; half < 2; ++half) {
                 share[half] = kStore && total[half] == 0.f ? 0.f : own[half].y;
-                if constexpr (kTerms && kMakesDweight) share[half] *= scales.dy;
+                if constexpr (kScaled && kMakesDweight) share[half] *= scales.dy;
               }
 #pragma unroll
               for (int j = 0; j < 16; ++j) {
@@ -799,39 +762,22 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
               }
             }
             if constexpr (kMakesDweight) {
-              if constexpr (!Dweight::kHalf) {
-                dweight.add_to_bias(lane, acc);
-#pragma unroll
-                for (int i = 0; i < kColumns / 2; ++i) acc[i] = __uint_as_float(round_for_tf32(acc[i]));
-                const int last = slot + plan.kernel[1] - 1;
-                Dweight::put_x(operands, warp & 3, lane, last < kNormLseTaps ? last : last - kNormLseTaps,
-                               base - lane_bytes + (plan.kernel[1] - 1) * base_step, plan);
-              }
+              if constexpr (Dweight::kAddsBias) dweight.add_to_bias(lane, acc);
+              uint32_t dy[kSplit][kColumns / 4];
+              Dweight::convert(acc, dy);
+              Dweight::put_dy(operands, warp & 3, lane, dy);
+              wgmma_fence_shared();
               float done[kNormLseDxRow];
-              if constexpr (Dweight::kHalf) {
-                uint32_t dy[kSplit][kColumns / 4];
-                Dweight::convert(acc, dy);
-                Dweight::put_dy(operands, warp & 3, lane, dy);
-                wgmma_fence_shared();
-                if (makes_dx) norm_lse_dx_products<kMath>(dy, dx_first, done, carried);
-              } else {
-                Dweight::put_dy(operands, warp & 3, lane, acc);
-                wgmma_fence_shared();
-                if (makes_dx) norm_lse_dx_products<kMath>(acc, dx_first, done, carried);
-              }
+              if (makes_dx) norm_lse_dx_products<kMath>(dy, dx_first, done, carried);
               // Under way until the next row's products are waited for.
               named_barrier(kNormLseBarrier + warp / 4, 128);
-              dweight.multiply(operands, shared_address(ones), halo_at, plan.pitch, low_bytes / 16, slot);
-              if constexpr (Dweight::kHalf) {
+              dweight.multiply(operands, shared_address(ones), halo_at, plan.pitch, low_bytes / 16);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) halo_at[i] += plan.pitch;
-              } else {
-                slot = slot + 1 < kNormLseTaps ? slot + 1 : 0;
-              }
+              for (int i = 0; i < 4; ++i) halo_at[i] += plan.pitch;
               if (!makes_dx || row >= rows || !inside || w - 2 * g >= p.out[2]) continue;
               // Behind the strip's last row come those that only its rows reach.
               for (int i = row;; ++i) {
-                if constexpr (kTerms) {
+                if constexpr (kScaled) {
 #pragma unroll
                   for (int k = 0; k < kNormLseDxRow; ++k) done[k] *= undo_dx;
                 }
@@ -861,7 +807,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
       // barriers are the whole block's: racecheck takes one of some warps, behind those of single warpgroups, for none.
       float* const parts = reinterpret_cast<float*>(dx_weights);
       __syncthreads();
-      if constexpr (kTerms) dweight.scale(1.f / scales.dy, 1.f / scales.x);
+      if constexpr (kScaled) dweight.scale(1.f / scales.dy, 1.f / scales.x);
       dweight.for_each(warp & 3, lane, [&](int at, float sum) { parts[warp / 4 * kNormLseDweightFloats + at] = sum; });
       __syncthreads();
       float* const to = q.dweight.partials + int64_t(blockIdx.x) * kNormLseDweightFloats;
@@ -885,10 +831,10 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
         }
       }
       [[maybe_unused]] uint32_t* const sizes = reinterpret_cast<uint32_t*>(backward_table + kColumns);
-      if constexpr (kTerms) sizes[warp] = __reduce_max_sync(0xffffffffu, __float_as_uint(largest_dlse));
+      if constexpr (kScaled) sizes[warp] = __reduce_max_sync(0xffffffffu, __float_as_uint(largest_dlse));
       named_barrier(1, kWarps * 32);
       const int at = tid - kLoaders;
-      if constexpr (kTerms) {  // those of the slice, for the scales of the second pass
+      if constexpr (kScaled) {  // those of the slice, for the scales of the second pass
         if (at == 0) {
           uint32_t largest = 0;
           for (int i = 0; i < kWarps; ++i) largest = max(largest, sizes[i]);

@@ -15,7 +15,7 @@ namespace kgopt {
 
 inline constexpr int kNormLseColumns = 64;  // channels, all of them in one block
 inline constexpr int kNormLseProducers = 1, kNormLseConsumers = 3;
-// K steps whose fragments have registers beside sums for dweight or a second term.
+// K steps whose fragments have registers beside those of a second term.
 inline constexpr int kNormLseGroup = 3;
 inline constexpr int kNormLseThreads = 128 * (kNormLseProducers + kNormLseConsumers);
 
@@ -43,30 +43,20 @@ KGOPT_HD constexpr int norm_lse_dx_weight_bytes(ConvMath math) {
   return norm_lse_dx_steps(math) * kNormLseDxColumns * 8 * 4 * conv_split_factor(math);
 }
 
-// What a lane carries from row to row: of two rows of dx [tap of the width][one of two positions][one of two channels].
-// Where registers are short, in shared memory.
+// What a lane carries from row to row, in shared memory: of two rows of dx [tap of the width][one of two
+// positions][one of two channels].
 inline constexpr int kNormLseDxRow = kNormLseTaps * 4;
-KGOPT_HD constexpr bool norm_lse_carries_in_shared(ConvMath math) { return math != ConvMath::kTf32; }
 KGOPT_HD constexpr int norm_lse_dx_bytes(ConvMath math) {
-  const int carried = norm_lse_carries_in_shared(math) ? 128 * kNormLseConsumers * 2 * kNormLseDxRow * 4 : 0;
-  return norm_lse_dx_weight_bytes(math) + carried;
+  return norm_lse_dx_weight_bytes(math) + 128 * kNormLseConsumers * 2 * kNormLseDxRow * 4;
 }
 
 // dweight from dy while that is in registers, of the same convolutions as dx: what the products read of shared memory,
 // in bytes, of a warpgroup.
-struct NormLseDweightOperands {
-  static constexpr int kHalfBlock = 64 * 16;  // half types: 8 channels of 64 positions
-  // TF32: a unit of 16 bytes of 64 channels, 4 of which are a strip's, so that odd ones lie half of the banks further.
-  static constexpr int kUnit = 64 * 16 + 32, kDyBytes = 4 * kUnit;
-  static constexpr int kXRow = 6 * 8 * 16, kXFirst = 4 * kDyBytes;  // x of a strip's row, and the first strip's
-  static constexpr int kTf32Bytes = kXFirst + 4 * kNormLseTaps * kXRow, kHalfBytes = 8 * kHalfBlock;
-};
+// 8 channels of 64 positions, and all of them.
+inline constexpr int kNormLseDyBlock = 64 * 16, kNormLseDyBytes = 8 * kNormLseDyBlock;
 inline constexpr int kNormLseBarrier = 3;      // the first of the warpgroups' barriers, behind the loaders'
-inline constexpr int kNormLseOnesBytes = 256;  // eight columns of ones, for dbias of half types
-KGOPT_HD constexpr int norm_lse_operand_bytes(ConvMath math) {
-  return math == ConvMath::kTf32 ? NormLseDweightOperands::kTf32Bytes
-                                 : NormLseDweightOperands::kHalfBytes * conv_split_factor(math);
-}
+inline constexpr int kNormLseOnesBytes = 256;  // eight columns of ones, for dbias
+KGOPT_HD constexpr int norm_lse_operand_bytes(ConvMath math) { return kNormLseDyBytes * conv_split_factor(math); }
 KGOPT_HD constexpr int norm_lse_dweight_bytes(ConvMath math) {
   return kNormLseOnesBytes + kNormLseConsumers * norm_lse_operand_bytes(math);
 }
@@ -103,7 +93,7 @@ struct ConvNormLseParams {
   // Of each position, what the first pass leaves for the second: minus the shift of its exponentials, in powers of 2,
   // and dlse over their sum.
   float* shares;
-  void* sizes;  // in two terms, of each slice of the first pass, a float2 for the scales of the second
+  void* sizes;  // of scaled values, of each slice of the first pass, a float2 for the scales of the second
   GroupNormPassesBwdParams norm;  // the first pass writes its partial sums, the second reads its rows
   NormLseDx dx;                   // of the second pass
   NormLseDweight dweight;         // of the second pass that stores nothing
@@ -157,27 +147,24 @@ inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& lim
       return refuse("more than 2 * 10^7 positions, which 32 bits of an offset in frames bound");
     }
   }
-  const bool terms = conv_math(q) == ConvMath::kTf32x3;  // two of fp16, which have the digits of two of TF32
-  const ConvMath math = terms ? ConvMath::kFp16x3 : conv_math(q);
+  const ConvMath math = conv_math(q) == ConvMath::kTf32x3 ? ConvMath::kFp16x3
+                        : conv_math(q) == ConvMath::kTf32 ? ConvMath::kFp16x1
+                                                          : conv_math(q);
   ConvProblem of_words = q;
   of_words.epilogue = q.epilogue = ConvEpilogue::kStore;
-  of_words.allow_tf32 = true;
-  if (terms) of_words.dtype = Dtype::kFloat16;
+  if (conv_is_scaled(math)) of_words.dtype = Dtype::kFloat16;
   FewChannelsPlan p = plan_few_channels(of_words, limits);
   if (p.refusal) return p;
   p.math = math;
-  if (terms) {  // what fills up a chunk of eight channels is zero
+  if (conv_is_scaled(math)) {  // what fills up a chunk of eight channels is zero
     p.words = (p.words + 3) / 4 * 4;
     p.k_words = p.words * p.kernel[0] * p.kernel[1] * p.kernel[2];
-    p.chunked = true, p.taps_fast = false;
+    p.chunked = true, p.taps_fast = false, p.large_batch = false;
+    p.batch = few_channels_batch(math, 1, p.large_batch);
+    p.k_steps = ((p.k_words + 7) / 8 + p.batch - 1) / p.batch * p.batch;
+    p.zero_plane = false;
   }
   if (!p.chunked) return refuse("input channels that 16 bytes of a position do not divide");
-  if (terms || (makes_dx && math == ConvMath::kTf32)) {  // sums or groups of few steps
-    p.large_batch = false;
-    p.batch = terms ? few_channels_batch(math, 1, p.large_batch) : kNormLseGroup;
-    p.k_steps = ((p.k_words + 7) / 8 + p.batch - 1) / p.batch * p.batch;
-    p.zero_plane = !terms && p.k_words != p.k_steps * 8;
-  }
   p.producers = kNormLseProducers, p.consumers = kNormLseConsumers;
   plan_detail::BestTile best{q, limits};
   plan_detail::for_each_tile(
