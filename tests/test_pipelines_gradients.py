@@ -245,6 +245,7 @@ LSE_MADE = {
     "tall": (2, 8, 64, 8, (45, 40), (3, 1), (2, 0), 1),
     "large": (2, 8, 64, 16, (24, 64), (3, 3), 0, 1),
     "strided": (3, 8, 64, 8, (25, 40), (3, 3), (1, 1), (2, 1)),
+    "five channels": (3, 5, 48, 4, (9, 40), (3, 3), 1, 1),
 }
 
 
@@ -256,6 +257,8 @@ def test_third_pipelines_gradients_without_the_output(case, precision, monkeypat
     n, c_in, c_out, groups, size, kernel, padding, stride = LSE_MADE[case]
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    if case == "five channels" and dtype.itemsize == 2:
+        pytest.skip("input channels that 16 bytes of a position do not divide")
     x, weight = torch.randn(n, c_in, *size, device="cuda"), torch.randn(c_out, c_in, *kernel, device="cuda") * 0.3
     if case == "large":  # exponentials that are out of range without a shift
         x = x * 300
@@ -299,7 +302,7 @@ def test_third_pipelines_gradients_without_the_output(case, precision, monkeypat
 @pytest.mark.parametrize("precision", ["tf32", "fp32", "bf16"])
 @pytest.mark.parametrize("dilation", [1, (2, 1)])
 def test_third_pipelines_gradients_come_from_the_pass_that_makes_dy(dilation, precision, monkeypatch):
-    """Where that is not for such a convolution, from dy in memory, and so dweight without TF32."""
+    """Where that is not for such a convolution, from dy in memory."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     x, weight = torch.randn(2, 8, 45, 40, device="cuda"), torch.randn(64, 8, 3, 3, device="cuda")
@@ -315,8 +318,8 @@ def test_third_pipelines_gradients_come_from_the_pass_that_makes_dy(dilation, pr
     assert "conv_norm_lse_kernel" in names
     assert ("norm_lse_dx_borders_kernel" in names) == (dilation == 1)
     assert ("conv_few_dgrad_kernel" in names) == (dilation != 1)
-    assert ("norm_lse_dweight_kernel" in names) == (dilation == 1 and precision != "fp32")
-    assert ("conv_few_wgrad_kernel" in names) == (dilation != 1 or precision == "fp32")
+    assert ("norm_lse_dweight_kernel" in names) == (dilation == 1)
+    assert ("conv_few_wgrad_kernel" in names) == (dilation != 1)
 
 
 @pytest.mark.gpu
@@ -339,10 +342,11 @@ def test_third_pipelines_dweight_without_dx(dtype, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_third_pipelines_training_stores_no_tensor_of_the_outputs_size(dtype, layout, monkeypatch):
+@pytest.mark.parametrize("precision", ["tf32", "fp32", "bf16"])
+def test_third_pipelines_training_stores_no_tensor_of_the_outputs_size(precision, layout, monkeypatch):
     """Neither the convolution's output nor its gradient."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     x = torch.randn(16, 8, 128, 128, device="cuda", dtype=dtype)
     x = x.contiguous(memory_format=torch.channels_last if layout == "channels_last" else torch.contiguous_format)
     weight, out = torch.randn(64, 8, 3, 3, device="cuda", dtype=dtype), 16 * 64 * 126 * 126 * dtype.itemsize

@@ -14,7 +14,8 @@ enum class ConvMath : int {
   kTf32x3,  // fp32 in, each operand split in two TF32 terms: fp32 accuracy
   kBf16,
   kFp16,
-  kFp16x3  // fp32 in, scaled by powers of two, each operand split in two fp16 terms: fp32 accuracy at half the cost
+  kFp16x3,  // fp32 in, scaled by powers of two, each operand split in two fp16 terms: fp32 accuracy at half the cost
+  kFp16x1   // fp32 in, scaled by powers of two to fp16, which has TF32's digits: half of its cost
 };
 
 enum class ConvEpilogue : int {
@@ -68,8 +69,9 @@ constexpr int conv_split_factor(ConvMath math) {
   return math == ConvMath::kTf32x3 || math == ConvMath::kFp16x3 ? 2 : 1;
 }
 constexpr int conv_channels_per_word(ConvMath math) {
-  return math == ConvMath::kBf16 || math == ConvMath::kFp16 || math == ConvMath::kFp16x3 ? 2 : 1;
+  return math == ConvMath::kTf32 || math == ConvMath::kTf32x3 ? 1 : 2;
 }
+constexpr bool conv_is_scaled(ConvMath math) { return math == ConvMath::kFp16x3 || math == ConvMath::kFp16x1; }
 
 // What a problem's products are computed in; fp64 has none.
 inline ConvMath conv_math(const ConvProblem& problem) {

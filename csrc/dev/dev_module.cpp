@@ -106,7 +106,8 @@ void bind_conv(py::module_& m) {
       .value("tf32x3", ConvMath::kTf32x3)
       .value("bf16", ConvMath::kBf16)
       .value("fp16", ConvMath::kFp16)
-      .value("fp16x3", ConvMath::kFp16x3);
+      .value("fp16x3", ConvMath::kFp16x3)
+      .value("fp16x1", ConvMath::kFp16x1);
   py::enum_<ConvEpilogue>(m, "ConvEpilogue")
       .value("store", ConvEpilogue::kStore)
       .value("store_stats", ConvEpilogue::kStoreStats)
@@ -488,6 +489,7 @@ void bind_conv(py::module_& m) {
       .def_property_readonly(
           "refusal", [](const FewMarchPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
       .def_property_readonly("kernel", [](const FewMarchPlan& p) { return copied(p.kernel); })
+      .def_readonly("terms", &FewMarchPlan::terms)
       .def_readonly("inputs", &FewMarchPlan::inputs)
       .def_readonly("tiles", &FewMarchPlan::tiles)
       .def_readonly("rows", &FewMarchPlan::rows)

@@ -681,35 +681,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_lse_gradients
   p.dlse = static_cast<const float*>(dense_dout.const_data_ptr());
   Workspace of_positions(x);
   const int64_t shares = of_positions.reserve(p.norm.dims.n * p.norm.dims.s * 8);
+  const int64_t sizes = of_positions.reserve(p.norm.dims.n * p.norm.slices * 8);
   of_positions.allocate();
   p.shares = of_positions.at<float>(shares);
+  p.sizes = of_positions.at<float>(sizes);
   raise_on_error(op, run_conv_norm_lse_sums(p, stream));
   raise_on_error(op, run_group_norm_passes_bwd_merge(p.norm, stream));
   if (!(mask[0] || mask[1] || mask[2])) return {dx, dweight, dbias, std::get<0>(affine), std::get<1>(affine)};
 
-  const bool fused = !plans->fused.refusal;
-  const bool makes_dweight = fused && norm_lse_makes_dweight(plans->fused.math);
-  Workspace space_of_products(x);
-  if (fused && (mask[0] || makes_dweight)) {
+  if (!plans->fused.refusal) {
+    Workspace space_of_products(x);
     p.conv.plan = plans->fused;
     place_norm_lse_frames(p.conv, &p.dx);
     const int64_t frames = space_of_products.reserve(mask[0] ? shape.n * p.dx.frame_n * kNormLseDxChannels * 4 : 0);
-    const int64_t partials =
-        space_of_products.reserve(makes_dweight ? shape.n * plans->fused.slices * kNormLseDweightFloats * 4 : 0);
+    const int64_t partials = space_of_products.reserve(shape.n * plans->fused.slices * kNormLseDweightFloats * 4);
     space_of_products.allocate();
     p.dx.frames = space_of_products.at<float>(frames);
     p.dweight.partials = space_of_products.at<float>(partials);
-  }
-  if (fused && mask[0]) {
-    dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
-    p.dx.dx = dx.mutable_data_ptr();
-    int64_t stride_c, strides[2];
-    planar_strides(dx, rank, &p.dx.stride_n, &stride_c, strides);
-    p.dx.stride_c = static_cast<int>(stride_c);
-    std::copy(strides, strides + 2, p.dx.stride);
-    p.dx.pairs = shape.in[2] % 2 == 0 && shape.padding[2] % 2 == 0;
-  }
-  if (makes_dweight) {
+    if (mask[0]) {
+      dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
+      p.dx.dx = dx.mutable_data_ptr();
+      int64_t stride_c, strides[2];
+      planar_strides(dx, rank, &p.dx.stride_n, &stride_c, strides);
+      p.dx.stride_c = static_cast<int>(stride_c);
+      std::copy(strides, strides + 2, p.dx.stride);
+      p.dx.pairs = shape.in[2] % 2 == 0 && shape.padding[2] % 2 == 0;
+    }
     raise_on_error(op, run_conv_norm_lse_gradients(p, stream));
     if (mask[0]) raise_on_error(op, run_norm_lse_dx_borders(p, stream));
     if (mask[1] || mask[2]) {
@@ -728,22 +725,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_lse_gradients
     return {dx, mask[1] ? dweight : none, dbias, std::get<0>(affine), std::get<1>(affine)};
   }
 
-  IntArray sizes = shape.out_sizes;
+  IntArray dy_sizes = shape.out_sizes;
   p.row = static_cast<int>(made_row_elements(shape.out[2], size));
-  sizes.back() = p.row;
-  const Tensor dy = empty_like_shape(x, sizes, std::nullopt, MemoryFormat::Contiguous);
+  dy_sizes.back() = p.row;
+  const Tensor dy = empty_like_shape(x, dy_sizes, std::nullopt, MemoryFormat::Contiguous);
   p.conv.stored = dy.mutable_data_ptr();
   p.conv.y_stride_n = dy.stride(0);
   p.conv.stored_stride_c = dy.stride(1);
   spatial_strides(dy, rank, p.conv.y_stride);
   raise_on_error(op, run_conv_norm_lse_store(p, stream));
-  if (p.dx.dx) raise_on_error(op, run_norm_lse_dx_borders(p, stream));
   if (mask[1] || mask[2]) {
     std::optional<Tensor> sums;
     std::tie(dweight, sums) = conv_few_wgrad(op, dy, planes, weight, shape, plans->dweight, mask[2]);
     if (sums) dbias = *sums;
   }
-  if (mask[0] && !p.dx.dx) dx = conv_few_dgrad(op, dy, planes, weight, shape, plans->dx);
+  if (mask[0]) dx = conv_few_dgrad(op, dy, planes, weight, shape, plans->dx);
   return {dx, mask[1] ? dweight : none, dbias, std::get<0>(affine), std::get<1>(affine)};
 }
 

@@ -51,7 +51,7 @@ __device__ __forceinline__ void few_channels_prepare_stages(const FewChannelsPla
       for (int i = tid; i < plan.plane; i += threads) zeros[stage * few_channels_stage_words(plan) + i] = 0;
     }
   }
-  if (plan.math == ConvMath::kFp16x3) {  // what no load writes must not count for the scale
+  if (conv_is_scaled(plan.math)) {  // what no load writes must not count for the scale
     for (int i = tid; i < plan.raw_words; i += threads) smem[layout.raw + i] = 0;
   }
   if (tid == 0) {
@@ -83,11 +83,10 @@ __device__ __forceinline__ TileCursor few_channels_tiles(const FewChannelsPlan& 
 
 inline constexpr int kFewChannelsScales = 16;  // words after the barriers: what undoes each stage's scale, then maxima
 
-// Two fp16 terms of the values of a tile, all scaled by the power of two that brings the largest finite one below 2^15.
-// raw: a plane of fp32 a channel. Called by 128 threads.
-__device__ __forceinline__ void split_halo(const FewChannelsPlan& plan, uint32_t* to, const float* raw, int positions,
-                                           float* undo_scale, uint32_t* maxima, int tid) {
-  const int chunks = plan.words / 4, all = chunks * 8 * positions;
+// The power of two that brings the largest finite one of a tile's values below 2^15; undo_scale is one over it. Called
+// by 128 threads.
+__device__ __forceinline__ float scale_of_halo(const float* raw, int all, float* undo_scale, uint32_t* maxima,
+                                               int tid) {
   float most = 0.f;
 #pragma unroll 4
   for (int i = tid * 4; i < all; i += 512) {
@@ -101,8 +100,21 @@ __device__ __forceinline__ void split_halo(const FewChannelsPlan& plan, uint32_t
   named_barrier(2, 128);
   const uint32_t largest = max(max(maxima[0], maxima[1]), max(maxima[2], maxima[3]));
   const uint32_t exponent = min(max(largest >> 23, 15u), 254u);
-  const float scale = __uint_as_float((268 - exponent) << 23);
   if (tid == 0) *undo_scale = __uint_as_float((exponent - 14) << 23);
+  return __uint_as_float((268 - exponent) << 23);
+}
+
+// One or two fp16 terms of the values of a tile, all scaled by a power of two, the tile's own where `scale` is 0. raw:
+// a plane of fp32 a channel. Called by 128 threads.
+template <bool kTwo>
+__device__ __forceinline__ void split_halo(const FewChannelsPlan& plan, uint32_t* to, const float* raw, int positions,
+                                           float scale, float* undo_scale, uint32_t* maxima, int tid) {
+  const int chunks = plan.words / 4;
+  if (scale == 0.f) {
+    scale = scale_of_halo(raw, chunks * 8 * positions, undo_scale, maxima, tid);
+  } else if (tid == 0) {
+    *undo_scale = 1.f / scale;
+  }
   for (int chunk = 0; chunk < chunks; ++chunk) {
     uint32_t* const high_plane = to + chunk * plan.plane;
     uint32_t* const low_plane = high_plane + chunks * plan.plane;
@@ -115,18 +127,19 @@ __device__ __forceinline__ void split_halo(const FewChannelsPlan& plan, uint32_t
         split_half(src[0] * scale, src[positions] * scale, &high[j], &low[j]);
       }
       *reinterpret_cast<uint4*>(high_plane + i * 4) = make_uint4(high[0], high[1], high[2], high[3]);
-      *reinterpret_cast<uint4*>(low_plane + i * 4) = make_uint4(low[0], low[1], low[2], low[3]);
+      if (kTwo) *reinterpret_cast<uint4*>(low_plane + i * 4) = make_uint4(low[0], low[1], low[2], low[3]);
     }
   }
 }
 
 // What the loading warpgroups do from start to end: fill the stages with the halos of `tile_count` tiles from `cursor`
 // on. Their threads walk over the positions of the halo, all words of a position in one thread. kForProducts: wgmma
-// itself reads the halo, not the threads of the computing side.
+// itself reads the halo, not the threads of the computing side. scale: of all tiles in two terms, 0 where each has its
+// own.
 template <ConvMath kMath, bool kChunked, int kProducers, bool kForProducts = false>
 __device__ __forceinline__ void few_channels_load_tiles(const FewChannelsParams& p, const FewChannelsSmemLayout& layout,
                                                         uint32_t* smem, int64_t n, int group, TileCursor cursor,
-                                                        int tile_count) {
+                                                        int tile_count, float scale = 0.f) {
   using Traits = ConvMathTraits<kMath>;
   using Element = typename Traits::Element;
   constexpr int kPerWord = Traits::kPerWord;
@@ -145,7 +158,7 @@ __device__ __forceinline__ void few_channels_load_tiles(const FewChannelsParams&
   // A thread has one place along the width and walks over the rows of the halo, all depths one after the other.
   constexpr int kVector = 4;
   constexpr bool kRearranged = kChunked || kPerWord == 2;  // what vectors bring
-  constexpr bool kTerms = kMath == ConvMath::kFp16x3;
+  constexpr bool kTerms = conv_is_scaled(kMath);
   const bool vectors = p.load == FewChannelsLoad::kVectors;
   const int across = vectors ? plan.vectors : plan.halo[2];
   const int threads_w = min(across, kLoaders);
@@ -158,9 +171,10 @@ __device__ __forceinline__ void few_channels_load_tiles(const FewChannelsParams&
   // From rows of channels, as they lie in memory, to words and chunks.
   auto rearrange = [&](uint32_t* to, const uint32_t* raw, int rows) {
     if constexpr (kTerms) {
-      split_halo(plan, to, reinterpret_cast<const float*>(raw), rows * plan.pitch,
-                 reinterpret_cast<float*>(smem + layout.barriers + kFewChannelsScales + (to - halo) / stage_words),
-                 smem + layout.barriers + kFewChannelsScales + kFewChannelsStages, tid);
+      split_halo<Traits::kSplit == 2>(
+          plan, to, reinterpret_cast<const float*>(raw), rows * plan.pitch, scale,
+          reinterpret_cast<float*>(smem + layout.barriers + kFewChannelsScales + (to - halo) / stage_words),
+          smem + layout.barriers + kFewChannelsScales + kFewChannelsStages, tid);
     } else if constexpr (kPerWord == 1) {
       // Four channels of a position make a chunk.
       const int positions = rows * plan.pitch;  // a chunked plane has no gaps

@@ -33,7 +33,7 @@ KGOPT_HD int few_channels_stage_words(const FewChannelsPlan& p) {
 }
 
 KGOPT_HD FewChannelsSmemLayout few_channels_smem_layout(const FewChannelsPlan& p) {
-  const int split = p.math == ConvMath::kTf32x3 ? 2 : 1;
+  const int split = conv_split_factor(p.math);
   auto align = [](int words) { return (words + 31) / 32 * 32; };
   FewChannelsSmemLayout s{};
   s.barriers = 0;
@@ -191,7 +191,7 @@ inline bool few_channels_tile(FewChannelsPlan* p, const ConvProblem& q, const De
   while (!p->chunked && p->plane % 32 != 8) p->plane += 4;
   const bool is_half = conv_channels_per_word(p->math) == 2;
   p->raw_words = is_half || p->chunked ? static_cast<int>(rows_in * p->vectors * 4 * p->words) : 0;
-  if (p->math == ConvMath::kFp16x3) p->raw_words *= 2;  // x comes as fp32
+  if (conv_is_scaled(p->math)) p->raw_words *= 2;  // x comes as fp32
   p->strips = d * segments * (w / p->strip);
   p->tiles_per_sample = p->tiles[0] * p->tiles[1] * p->tiles[2];
   p->smem_bytes = few_channels_smem_layout(*p).total * 4;

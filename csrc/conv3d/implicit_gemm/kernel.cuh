@@ -38,6 +38,12 @@ struct ConvMathTraits<ConvMath::kFp16> {
   static constexpr int kSplit = 1;
 };
 template <>
+struct ConvMathTraits<ConvMath::kFp16x1> {
+  using Element = float;
+  static constexpr int kPerWord = 2;
+  static constexpr int kSplit = 1;
+};
+template <>
 struct ConvMathTraits<ConvMath::kFp16x3> {
   using Element = float;
   static constexpr int kPerWord = 2;

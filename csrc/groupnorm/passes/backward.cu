@@ -135,13 +135,17 @@ __global__ void __launch_bounds__(256) mean_channel_sums_kernel(const __grid_con
   }
 }
 
-// Sums over the threads that share tid % width, valid in the first `width` threads.
+// Sums over the threads that share tid % width, valid in the first `width` threads. count: of what these walked over, so
+// that walkers beyond it have nothing.
 inline constexpr int kMergeThreads = 1024;
 
 template <typename Acc>
-__device__ __forceinline__ void sum_over_walkers(TwoSums<Acc>& v, int width_log2, Acc (*shared)[kMergeThreads]) {
+__device__ __forceinline__ void sum_over_walkers(TwoSums<Acc>& v, int width_log2, int64_t count,
+                                                 Acc (*shared)[kMergeThreads]) {
   const int tid = threadIdx.x, walker = tid >> width_log2;
-  for (int half = (blockDim.x >> width_log2) / 2; half > 0; half /= 2) {
+  int walkers = blockDim.x >> width_log2;
+  while (walkers / 2 >= count) walkers /= 2;
+  for (int half = walkers / 2; half > 0; half /= 2) {
     shared[0][tid] = v.dz;
     shared[1][tid] = v.dz_xhat;
     __syncthreads();
@@ -189,7 +193,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     const int64_t c = ((block - groups) << kGradientChannelsLog2) + (tid & (kGradientChannels - 1));
     TwoSums<Acc> sum;
     if (c < d.c) sum = add_up(partials + c, d.n * p.slices, kGradientChannelsLog2);
-    sum_over_walkers(sum, kGradientChannelsLog2, shared);
+    sum_over_walkers(sum, kGradientChannelsLog2, d.n * p.slices, shared);
     if (tid >= kGradientChannels || c >= d.c) return;
     store_as(p.dweight, c, p.affine_dtype, sum.dz_xhat);
     store_as(p.dbias, c, p.affine_dtype, sum.dz);
@@ -203,7 +207,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     const Acc weight = keeps ? row_of(i).weight : Acc(0);
     TwoSums<Acc> sum;
     if (i < channels) sum = add_up(partials + n * p.slices * d.c + c, p.slices, width_log2);
-    sum_over_walkers(sum, width_log2, shared);
+    sum_over_walkers(sum, width_log2, p.slices, shared);
     if (!keeps) continue;
     term += weight * sum.dz;
     term_xhat += weight * sum.dz_xhat;

@@ -7,15 +7,21 @@
 namespace kgopt {
 namespace {
 
-template <typename Element, int kInputs, int kTiles>
+template <typename Element, int kInputs, int kTiles, bool kTerms = false>
 Status launch_instance(const FewMarchParams& p, cudaStream_t stream) {
-  constexpr auto kernel = conv_few_march_kernel<Element, kInputs, kTiles>;
+  constexpr auto kernel = conv_few_march_kernel<Element, kInputs, kTiles, kTerms>;
   return launch_after<kernel>(false, "conv_few_march_kernel", dim3(p.plan.blocks), kFewMarchThreads, p.plan.smem_bytes,
                               stream, p);
 }
 
 template <typename Element>
 Status launch(const FewMarchParams& p, cudaStream_t stream) {
+  if constexpr (sizeof(Element) == 4) {
+    if (p.plan.terms) {
+      return p.plan.tiles == 3 ? launch_instance<Element, 4, 3, true>(p, stream)
+                               : launch_instance<Element, 4, 4, true>(p, stream);
+    }
+  }
   switch (p.plan.inputs * 10 + p.plan.tiles) {
     case 33: return launch_instance<Element, 3, 3>(p, stream);
     case 34: return launch_instance<Element, 3, 4>(p, stream);

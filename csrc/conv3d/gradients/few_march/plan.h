@@ -26,12 +26,12 @@ inline bool few_march_slab(FewMarchPlan* p, const ConvProblem& q, const DeviceLi
   p->x_rows = p->dy_rows + p->kernel[1] - 1;
   p->dy_tiles = static_cast<int>(up(p->dy_rows * pitch, kFewMarchRows));
   p->dx_tiles = static_cast<int>(up(rows * pitch, kFewMarchRows));
-  if (p->dx_tiles > kFewMarchGroups * kFewMarchDxTiles) return false;
+  if (p->dx_tiles > kFewMarchGroups * few_march_dx_tiles(p->terms)) return false;
   // Products read whole tiles, and taps reach further than their positions.
   const int64_t reach = reach_h * pitch + reach_w;
-  p->x_plane = odd_fours(p->dy_tiles * int64_t(kFewMarchRows) + 8 + reach);
+  p->x_plane = odd_fours(p->dy_tiles * int64_t(kFewMarchRows) + 16 + reach);
   p->dy_octet = odd_fours(
-      std::max(p->dx_tiles * int64_t(kFewMarchRows) + reach, p->dy_tiles * int64_t(kFewMarchRows) + reach_w + 8));
+      std::max(p->dx_tiles * int64_t(kFewMarchRows) + reach, p->dy_tiles * int64_t(kFewMarchRows) + reach_w + 16));
   p->slabs = up(q.in[1], rows);
   p->smem_bytes = few_march_layout(*p).total;
   return p->smem_bytes <= limits.smem_per_block && 2 * (p->smem_bytes + 1024) <= limits.smem_per_sm;
@@ -53,12 +53,15 @@ inline void few_march_operands(FewMarchPlan* p) {
 
 // Estimated cycles of a multiprocessor for a plane of a slab: shared memory is what bounds it.
 inline double few_march_cost(const FewMarchPlan& p) {
+  const double terms = p.terms ? 2 : 1;
   const auto by_group = [](int tiles) { return (tiles + kFewMarchGroups - 1) / kFewMarchGroups * kFewMarchGroups; };
-  const double y = by_group(p.dy_tiles) * double(p.kernel[0] * p.plane_steps) * (16 + 2.0 * p.tiles);
-  const double dx = std::max(by_group(p.dx_tiles), 2 * kFewMarchGroups) * double(p.dx_steps) * 20;
+  const double y = by_group(p.dy_tiles) * double(p.kernel[0] * p.plane_steps) * (16 + 2.0 * p.tiles * terms);
+  const double dx = std::max(by_group(p.dx_tiles), 2 * kFewMarchGroups) * double(p.dx_steps) * (p.terms ? 48 : 20);
   const double steps = double(p.rows) * p.pitch / 8;
-  const double dw = steps * p.halves * (17 + 2.0 * ((p.tiles + 1) / 2));
-  const double made = p.dy_tiles * 4.0 * p.tiles * 5, loads = double(p.x_rows) * p.pitch / 32 * 14;
+  const int pairs = (p.kernel[0] * p.kernel[1] * p.kernel[2] + 1) / 2;
+  const double dw = p.terms ? steps / 2 * (4.0 * pairs + 4.0 * p.tiles * std::min(pairs, kFewMarchWarps))
+                            : steps * p.halves * (17 + 2.0 * ((p.tiles + 1) / 2));
+  const double made = p.dy_tiles * 4.0 * p.tiles * 5 * terms, loads = double(p.x_rows) * p.pitch / 32 * 14;
   return y + dx + dw + made + loads + 2000;  // barriers and waits, measured on an H200
 }
 
@@ -69,7 +72,7 @@ inline FewMarchPlan plan_few_march(const ConvProblem& q, const DeviceLimits& lim
   FewMarchPlan p;
   const auto refuse = refuser(p);
   if (const char* why = few_gradient_refusal(q, limits)) return refuse(why);
-  if (conv_math(q) == ConvMath::kTf32x3) return refuse("fp32 accuracy");
+  p.terms = conv_math(q) == ConvMath::kTf32x3;
   if (q.c_in > kFewMarchInputs) return refuse("more than 4 input channels");
   if (q.c_out > 32) return refuse("more than 32 output channels");
   for (int i = 0; i < 3; ++i) {
@@ -87,7 +90,7 @@ inline FewMarchPlan plan_few_march(const ConvProblem& q, const DeviceLimits& lim
   const int64_t pitch = q.in[2] + 2 * q.padding[2];
   if (pitch > kFewMarchLoads * kFewMarchThreads) return refuse("rows that are too long");
   p.pitch = static_cast<int>(pitch);
-  p.inputs = q.c_in > 3 ? 4 : 3;
+  p.inputs = q.c_in > 3 || p.terms ? 4 : 3;
   p.tiles = q.c_out > 24 ? 4 : 3;
   p.plane_steps = static_cast<int>((plane_taps + 1) / 2);
   p.dx_steps = static_cast<int>((p.tiles * plane_taps + 1) / 2);

@@ -1,9 +1,7 @@
 // dweight and dbias from the dy that a warpgroup has in registers: dy^T [64 channels x 64 positions] times x [64
-// positions x 8 input channels], for each tap; both operands in shared memory, sums in registers from start to end.
-//
-// Half types: dy lies as [8 channels][position][channel], channels innermost, and x is the halo as it lies, a tap of
-// the width being 16 bytes further. TF32 has no such operands, positions have to be innermost. A unit of 16 bytes holds
-// positions u, u + 4, u + 8 and u + 12 of a strip; a tap of the width is the next unit, so x needs six of them.
+// positions x 8 input channels], for each tap; both operands in shared memory, sums in registers from start to end. dy
+// lies as [8 channels][position][channel], channels innermost, and x is the halo as it lies, a tap of the width being
+// 16 bytes further.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,6 +10,7 @@
 #include "common/device/dtype.cuh"
 #include "common/device/mma.cuh"
 #include "common/device/wgmma.cuh"
+#include "conv3d/few_channels/load.cuh"
 #include "conv3d/gradients/norm_lse/params.h"
 #include "conv3d/implicit_gemm/kernel.cuh"
 
@@ -19,10 +18,10 @@ namespace kgopt {
 
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// D[64 x kN] += A B; half types with channels innermost in both.
+// D[64 x kN] += A B, or D = A B unless `add`; half types with channels innermost in both.
 template <ConvMath kMath, int kN>
-__device__ __forceinline__ void norm_lse_wgmma(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descriptor) {
-  constexpr bool add = true;
+__device__ __forceinline__ void norm_lse_wgmma(float (&d)[kN / 2], uint64_t a_descriptor, uint64_t b_descriptor,
+                                               bool add = true) {
   static_assert(kN == 24 || kN == 8);
 #define KGOPT_NORM_LSE_WGMMA(k, types, scale)                                                   \
   if constexpr (kN == 24) {                                                                     \
@@ -31,9 +30,7 @@ __device__ __forceinline__ void norm_lse_wgmma(float (&d)[kN / 2], uint64_t a_de
   } else {                                                                                      \
     KGOPT_WGMMA_SHARED_SHAPE(8, k, types, scale, "%0,%1,%2,%3", "%4", "%5", "%6", KGOPT_D4(0)); \
   }
-  if constexpr (kMath == ConvMath::kTf32) {
-    KGOPT_NORM_LSE_WGMMA("k8", ".f32.tf32.tf32", "1, 1")
-  } else if constexpr (kMath == ConvMath::kBf16) {
+  if constexpr (kMath == ConvMath::kBf16) {
     KGOPT_NORM_LSE_WGMMA("k16", ".f32.bf16.bf16", "1, 1, 1, 1")
   } else {
     KGOPT_NORM_LSE_WGMMA("k16", ".f32.f16.f16", "1, 1, 1, 1")
@@ -49,39 +46,42 @@ __device__ __forceinline__ uint64_t norm_lse_descriptor(uint32_t low, uint32_t t
 // What a thread has of a warpgroup's sums. warp: of the four.
 template <ConvMath kMath>
 struct NormLseDweightSums {
-  static constexpr bool kHalf = conv_channels_per_word(kMath) == 2;
+  static constexpr bool kScaled = conv_is_scaled(kMath), kTerms = kMath == ConvMath::kFp16x3;
+  static constexpr bool kAddsBias = kMath == ConvMath::kFp16x1;  // to dbias what products would round
+  static constexpr int kSplit = ConvMathTraits<kMath>::kSplit;
   static constexpr int kTaps = kNormLseTaps;
-  using Operands = NormLseDweightOperands;
 
   float taps[kTaps][12] = {};
-  float bias[kHalf ? 4 : 2] = {};
+  float bias[4] = {};
 
-  // dy as accumulators lie; from TF32's products, rounded for them. to: the warpgroup's operands.
-  static __device__ __forceinline__ void put_dy(uint32_t to, int warp, int lane,
-                                                const float (&dy)[kNormLseColumns / 2]) {
-    const int g = lane >> 2, t = lane & 3;
-    if constexpr (kHalf) {
-      using Element = typename ConvMathTraits<kMath>::Element;
-      const uint32_t at = to + warp * 256 + g * 32 + t * 4;
+  // dy as accumulators lie to words of two half values, in two terms where there are.
+  static __device__ __forceinline__ void convert(const float (&dy)[kNormLseColumns / 2],
+                                                 uint32_t (&words)[kSplit][kNormLseColumns / 4]) {
 #pragma unroll
-      for (int i = 0; i < kNormLseColumns / 4; ++i) {
+    for (int i = 0; i < kNormLseColumns / 4; ++i) {
+      if constexpr (kTerms) {
+        split_half(dy[2 * i], dy[2 * i + 1], &words[0][i], &words[1][i]);
+      } else {
+        using Element = std::conditional_t<kScaled, __half, typename ConvMathTraits<kMath>::Element>;
         const float pair[2] = {dy[2 * i], dy[2 * i + 1]};
         const Vec<Element, 2> packed = pack<Element>(pair);
-        store_word(at + i / 2 * Operands::kHalfBlock + i % 2 * 16, *reinterpret_cast<const uint32_t*>(&packed));
-      }
-    } else {
-      const uint32_t at = to + warp * Operands::kDyBytes + (g & 1) * 2 * Operands::kUnit + (g >> 1) * 4 + t * 16;
-#pragma unroll
-      for (int i = 0; i < kNormLseColumns / 2; ++i) {
-        // Of eight channels, the odd ones behind the even ones: no bank is met twice.
-        store_word(at + (i >> 1 & 1) * Operands::kUnit + i / 4 * 128 + (i & 1) * 64, __float_as_uint(dy[i]));
+        words[0][i] = *reinterpret_cast<const uint32_t*>(&packed);
       }
     }
   }
-  // Row of a sum's channel in 16 of a warp, of which a thread has g and g + 8.
-  static __device__ __forceinline__ int channel_of(int g) { return kHalf ? g : (g & 3) * 2 + (g >> 2); }
-
-  // TF32's products would round dy for dbias, too. Of the eight threads that have the same 16 columns each keeps two.
+  // to: the warpgroup's operands.
+  static __device__ __forceinline__ void put_dy(uint32_t to, int warp, int lane,
+                                                const uint32_t (&words)[kSplit][kNormLseColumns / 4]) {
+    const uint32_t at = to + warp * 256 + (lane >> 2) * 32 + (lane & 3) * 4;
+#pragma unroll
+    for (int term = 0; term < kSplit; ++term) {
+#pragma unroll
+      for (int i = 0; i < kNormLseColumns / 4; ++i) {
+        store_word(at + term * kNormLseDyBytes + i / 2 * kNormLseDyBlock + i % 2 * 16, words[term][i]);
+      }
+    }
+  }
+  // Where products would round dy for dbias, too. Of the eight threads that have the same 16 columns each keeps two.
   __device__ __forceinline__ void add_to_bias(int lane, const float (&dy)[kNormLseColumns / 2]) {
     float s[16];
 #pragma unroll
@@ -99,58 +99,22 @@ struct NormLseDweightSums {
     bias[0] += s[0], bias[1] += s[1];
   }
 
-  // A row of a strip's x into its place of three. from: of the halo, the row's first position of channel 0.
-  static __device__ __forceinline__ void put_x(uint32_t to, int warp, int lane, int slot, uint32_t from,
-                                               const FewChannelsPlan& plan) {
-    const int c = lane & 7, part = lane >> 3;
-    const uint32_t at = to + Operands::kXFirst + (warp * kTaps + slot) * Operands::kXRow + c * 16 + part * 4;
-    const uint32_t source = from + min(c >> 2, plan.words / 4 - 1) * plan.plane * 4 + (c & 3) * 4 + part * 64;
-    uint32_t v[6];
-#pragma unroll
-    for (int u = 0; u < 6; ++u) {
-      v[u] = 0u;
-      if (u < 3 + plan.kernel[2]) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[u]) : "r"(source + u * 16));
-    }
-#pragma unroll
-    for (int u = 0; u < 6; ++u) store_word(at + u * 128, v[u]);
-  }
-
-  // Starts the products of a row of 64 positions. halo: of half types, where each strip's row begins in the halo, as a
-  // descriptor has it; slot: else, of x's row for the first tap.
+  // Starts the products of a row of 64 positions; in two terms, finishes them. halo: where each strip's row begins in
+  // the halo, as a descriptor has it; to_low: where its second term is from there.
   __device__ __forceinline__ void multiply(uint32_t operands, uint32_t all_ones, const uint32_t (&halo)[4], int pitch,
-                                           int slot) {
+                                           uint32_t to_low) {
+    if constexpr (kTerms) return multiply_terms(operands, all_ones, halo, pitch, to_low);
+    const uint64_t b_ones = norm_lse_descriptor(wgmma_b_descriptor(all_ones), 128);
+    const uint32_t a_first = wgmma_b_descriptor(operands);
     wgmma_fence();
-    if constexpr (kHalf) {
-      const uint64_t b_ones = norm_lse_descriptor(wgmma_b_descriptor(all_ones), 128);
-      const uint32_t a_first = wgmma_b_descriptor(operands);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const uint64_t a = norm_lse_descriptor(a_first + k * 16, Operands::kHalfBlock);
-#pragma unroll
-        for (int tap = 0; tap < kTaps; ++tap) {
-          norm_lse_wgmma<kMath, 24>(taps[tap], a, norm_lse_descriptor(halo[k] + tap * pitch, 16));
-        }
-        norm_lse_wgmma<kMath, 8>(bias, a, b_ones);
-      }
-    } else {
-      const uint32_t a_first = wgmma_b_descriptor(operands, Operands::kUnit);
-      const uint32_t x_first = wgmma_b_descriptor(operands + Operands::kXFirst);
-      uint32_t b_first[kTaps];
+    for (int k = 0; k < 4; ++k) {
+      const uint64_t a = norm_lse_descriptor(a_first + k * 16, kNormLseDyBlock);
 #pragma unroll
       for (int tap = 0; tap < kTaps; ++tap) {
-        const int at = slot + tap;
-        b_first[tap] = x_first + (at < kTaps ? at : at - kTaps) * (Operands::kXRow / 16);
+        norm_lse_wgmma<kMath, 24>(taps[tap], a, norm_lse_descriptor(halo[k] + tap * pitch, 16));
       }
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const uint64_t a =
-            norm_lse_descriptor(a_first + (k / 2 * Operands::kDyBytes + k % 2 * 2 * Operands::kUnit) / 16, 128);
-#pragma unroll
-        for (int tap = 0; tap < kTaps; ++tap) {
-          const uint32_t b = b_first[tap] + (k / 2 * kTaps * Operands::kXRow + k % 2 * 256) / 16;
-          norm_lse_wgmma<kMath, 24>(taps[tap], a, norm_lse_descriptor(b, 128));
-        }
-      }
+      if constexpr (!kAddsBias) norm_lse_wgmma<kMath, 8>(bias, a, b_ones);
     }
     wgmma_commit();
   }
@@ -158,13 +122,20 @@ struct NormLseDweightSums {
   __device__ __forceinline__ void use() {
 #pragma unroll
     for (int tap = 0; tap < kTaps; ++tap) wgmma_use(taps[tap]);
-    if constexpr (kHalf) wgmma_use(bias);
+    if constexpr (!kAddsBias) wgmma_use(bias);
+  }
+  // Powers of two that undo scales.
+  __device__ __forceinline__ void scale(float undo_dy, float undo_x) {
+#pragma unroll
+    for (int i = 0; i < kTaps * 12; ++i) taps[i / 12][i % 12] *= undo_dy, taps[i / 12][i % 12] *= undo_x;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bias[i] *= undo_dy;
   }
 
   // f(place among a block's sums, sum)
   template <typename F>
   __device__ __forceinline__ void for_each(int warp, int lane, const F& f) const {
-    const int c = warp * 16 + channel_of(lane >> 2), t = lane & 3;
+    const int c = warp * 16 + (lane >> 2), t = lane & 3;
 #pragma unroll
     for (int tap = 0; tap < kTaps; ++tap) {
 #pragma unroll
@@ -173,7 +144,7 @@ struct NormLseDweightSums {
         f(column * kNormLseColumns + c + (i >> 1 & 1) * 8, taps[tap][i]);
       }
     }
-    if constexpr (kHalf) {  // all columns of ones gave the same
+    if constexpr (!kAddsBias) {  // all columns of ones gave the same
       const int row = (kNormLseDxColumns + t) * kNormLseColumns + c;
       f(row, t == 0 ? bias[0] : 0.f);
       f(row + 8, t == 0 ? bias[2] : 0.f);
@@ -186,6 +157,39 @@ struct NormLseDweightSums {
   }
 
  private:
+  // Sums of their own for each row, since the tensor core truncates when it adds to its accumulator.
+  __device__ __forceinline__ void multiply_terms(uint32_t operands, uint32_t all_ones, const uint32_t (&halo)[4],
+                                                 int pitch, uint32_t to_low) {
+    const uint64_t b_ones = norm_lse_descriptor(wgmma_b_descriptor(all_ones), 128);
+    const uint32_t a_first = wgmma_b_descriptor(operands);
+    float of_taps[kTaps][12], of_bias[4];
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint64_t a = norm_lse_descriptor(a_first + k * 16, kNormLseDyBlock);
+      const uint64_t a_low = norm_lse_descriptor(a_first + k * 16 + kNormLseDyBytes / 16, kNormLseDyBlock);
+#pragma unroll
+      for (int tap = 0; tap < kTaps; ++tap) {
+        const uint32_t b = halo[k] + tap * pitch;
+        norm_lse_wgmma<kMath, 24>(of_taps[tap], a_low, norm_lse_descriptor(b, 16), k > 0);
+        norm_lse_wgmma<kMath, 24>(of_taps[tap], a, norm_lse_descriptor(b + to_low, 16));
+        norm_lse_wgmma<kMath, 24>(of_taps[tap], a, norm_lse_descriptor(b, 16));
+      }
+      norm_lse_wgmma<kMath, 8>(of_bias, a_low, b_ones, k > 0);
+      norm_lse_wgmma<kMath, 8>(of_bias, a, b_ones);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int tap = 0; tap < kTaps; ++tap) {
+      wgmma_use(of_taps[tap]);
+#pragma unroll
+      for (int i = 0; i < 12; ++i) taps[tap][i] += of_taps[tap][i];
+    }
+    wgmma_use(of_bias);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bias[i] += of_bias[i];
+  }
   static __device__ __forceinline__ void store_word(uint32_t at, uint32_t word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
   }

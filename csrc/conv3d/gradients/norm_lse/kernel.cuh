@@ -22,6 +22,7 @@
 #include "conv3d/few_channels/weights.cuh"
 #include "conv3d/gradients/norm_lse/dweight.cuh"
 #include "conv3d/gradients/norm_lse/params.h"
+#include "conv3d/gradients/scale.cuh"
 #include "conv3d/implicit_gemm/kernel.cuh"
 #include "groupnorm/shared/affine_row.cuh"
 
@@ -29,12 +30,54 @@ namespace kgopt {
 
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Weights for dx, in the blocks of wgmma.cuh: columns are (tap, input channel), K output channels, in the order in
-// which the accumulators of dy have them: in TF32 words t and t + 4 of a step are the neighbours 2 t and 2 t + 1.
 template <ConvMath kMath>
-__device__ __forceinline__ void norm_lse_load_dx_weights(const FewChannelsParams& p, uint32_t* weights, int thread) {
+inline constexpr WgmmaType kNormLseType = kMath == ConvMath::kBf16 ? WgmmaType::kBf16 : WgmmaType::kFp16;
+
+// f(place, weight, the next input channel's weight) for each word of the right operand that makes y of scaled values;
+// zeros where it is padding.
+template <typename F>
+__device__ __forceinline__ void norm_lse_weight_words(const FewChannelsParams& p, int thread, const F& f) {
+  const FewChannelsPlan& plan = p.plan;
+#pragma unroll 2
+  for (int i = thread; i < plan.k_steps * 8 * kNormLseColumns; i += kNormLseThreads) {
+    // As they lie there: four words of a column, eight columns, the other four words, eight columns more.
+    const int c_out = (i >> 6) % (kNormLseColumns / 8) * 8 + (i >> 2 & 7);
+    const int k = i / (8 * kNormLseColumns) * 8 + (i >> 5 & 1) * 4 + (i & 3);
+    const int c_in = k % plan.words * 2, tap = k / plan.words, w = tap % plan.kernel[2];
+    const int h = tap / plan.kernel[2] % plan.kernel[1], d = tap / (plan.kernel[2] * plan.kernel[1]);
+    const bool is_there = c_out < p.c_out && c_in < p.c_in && d < plan.kernel[0];
+    const float* const from = static_cast<const float*>(p.weight) + c_out * p.w_stride_out + c_in * p.w_stride_in +
+                              d * p.w_stride_k[0] + h * p.w_stride_k[1] + w * p.w_stride_k[2];
+    const float first = is_there ? from[0] : 0.f;
+    f(i, first, is_there && c_in + 1 < p.c_in ? from[p.w_stride_in] : 0.f);
+  }
+}
+__device__ __forceinline__ float norm_lse_weight_size(const FewChannelsParams& p, int thread) {
+  float size = 0.f;
+  norm_lse_weight_words(p, thread, [&](int, float a, float b) {
+    const float larger = fmaxf(fabsf(a), fabsf(b));
+    if (larger < INFINITY) size = fmaxf(size, larger);
+  });
+  return size;
+}
+template <bool kTwo>
+__device__ __forceinline__ void norm_lse_load_scaled_weights(const FewChannelsParams& p, uint32_t* weights, float scale,
+                                                             int thread) {
+  uint32_t* const low = weights + p.plan.k_steps * 8 * kNormLseColumns;
+  norm_lse_weight_words(p, thread, [&](int i, float a, float b) {
+    uint32_t rest;
+    split_half(a * scale, b * scale, &weights[i], &rest);
+    if (kTwo) low[i] = rest;
+  });
+}
+
+// Weights for dx, in the blocks of wgmma.cuh: columns are (tap, input channel), K output channels, in the order in
+// which the accumulators of dy have them.
+template <ConvMath kMath>
+__device__ __forceinline__ void norm_lse_load_dx_weights(const FewChannelsParams& p, uint32_t* weights, float scale,
+                                                         int thread) {
   using Traits = ConvMathTraits<kMath>;
-  using Raw = std::conditional_t<Traits::kPerWord == 2, unsigned short, float>;
+  using Raw = std::conditional_t<sizeof(typename Traits::Element) == 2, unsigned short, float>;
   constexpr int kWords = norm_lse_dx_steps(kMath) * kNormLseDxColumns * 8;
 #pragma unroll 3
   for (int i = thread; i < kWords; i += kNormLseThreads) {
@@ -45,42 +88,19 @@ __device__ __forceinline__ void norm_lse_load_dx_weights(const FewChannelsParams
     const Raw* const from = static_cast<const Raw*>(p.weight) +
                             (is_there ? c * p.w_stride_in + h * p.w_stride_k[1] + w * p.w_stride_k[2] : 0);
     auto read = [&](int c_out) { return is_there && c_out < p.c_out ? from[c_out * p.w_stride_out] : Raw(); };
-    if constexpr (Traits::kPerWord == 2) {
-      const int c_out = step * 16 + word * 2;
-      weights[i] = uint32_t(read(c_out)) | uint32_t(read(c_out + 1)) << 16;
+    const int c_out = step * 16 + word * 2;
+    if constexpr (conv_is_scaled(kMath)) {
+      uint32_t rest;
+      split_half(read(c_out) * scale, read(c_out + 1) * scale, &weights[i], &rest);
+      if constexpr (Traits::kSplit == 2) weights[i + kWords] = rest;
     } else {
-      const float v = read(step * 8 + (word & 3) * 2 + (word >> 2));
-      if constexpr (Traits::kSplit == 2) {
-        split_for_tf32(v, &weights[i], &weights[i + kWords]);
-      } else {
-        weights[i] = to_tf32(v);
-      }
+      weights[i] = uint32_t(read(c_out)) | uint32_t(read(c_out + 1)) << 16;
     }
   }
 }
 
 // Of a lane, the two rows of dx that the next rows of dy add to.
-template <bool kInShared>
 struct NormLseCarried {
-  float rows[2][kNormLseDxRow];
-
-  __device__ __forceinline__ NormLseCarried(uint32_t*, int) {}
-  __device__ __forceinline__ void load(int row, float (&to)[kNormLseDxRow]) const {
-#pragma unroll
-    for (int i = 0; i < kNormLseDxRow; ++i) to[i] = rows[row][i];
-  }
-  // Row 0, then row 1, each once: by a number that is known at run time alone.
-  __device__ __forceinline__ void take(int, float (&to)[kNormLseDxRow]) {
-    load(0, to);
-    store(0, rows[1]);
-  }
-  __device__ __forceinline__ void store(int row, const float (&from)[kNormLseDxRow]) {
-#pragma unroll
-    for (int i = 0; i < kNormLseDxRow; ++i) rows[row][i] = from[i];
-  }
-};
-template <>
-struct NormLseCarried<true> {
   static constexpr int kVectors = kNormLseDxRow / 4, kStep = 128 * kNormLseConsumers;
   float4* at;
 
@@ -102,76 +122,45 @@ struct NormLseCarried<true> {
   }
 };
 
-// dy of a warpgroup's 64 positions, as its accumulators lie, times the weights: done becomes the row of dx that no
-// later row of dy reaches, carried the two behind it. kRounded: dy is what TF32's products cut off.
-template <ConvMath kMath, bool kRounded, typename Carried>
-__device__ __forceinline__ void norm_lse_dx_products(const float (&dy)[kNormLseColumns / 2], uint32_t b_first,
-                                                     float (&done)[kNormLseDxRow], Carried& carried) {
+// dy of a warpgroup's 64 positions, as its accumulators lie and in the operands' type, times the weights: done becomes
+// the row of dx that no later row of dy reaches, carried the two behind it.
+template <ConvMath kMath>
+__device__ __forceinline__ void norm_lse_dx_products(
+    const uint32_t (&dy)[conv_split_factor(kMath)][kNormLseColumns / 4], uint32_t b_first, float (&done)[kNormLseDxRow],
+    NormLseCarried& carried) {
   using Traits = ConvMathTraits<kMath>;
-  constexpr WgmmaType kType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
-                              : kMath == ConvMath::kFp16 ? WgmmaType::kFp16
-                                                         : WgmmaType::kTf32;
+  constexpr WgmmaType kType = kNormLseType<kMath>;
   constexpr int kSteps = norm_lse_dx_steps(kMath), kBStep = kNormLseDxColumns * 8 * 4 / 16;
-  // The tensor core truncates when it adds to its accumulator: with fp32 accuracy, sums of few steps.
-  constexpr int kBatch = Traits::kSplit == 2 ? 4 : kSteps;
+  uint32_t a[Traits::kSplit][kSteps][4];
 #pragma unroll
-  for (int first = 0; first < kSteps; first += kBatch) {
-    uint32_t a[kBatch][4], low[Traits::kSplit == 2 ? kBatch : 1][4];
-#pragma unroll
-    for (int s = 0; s < kBatch; ++s) {
-      if constexpr (Traits::kPerWord == 2) {
-        using Element = typename Traits::Element;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* const v = dy + (first + s) * 8 + i * 2;
-          const float pair[2] = {v[0], v[1]};
-          const Vec<Element, 2> packed = pack<Element>(pair);
-          a[s][i] = *reinterpret_cast<const uint32_t*>(&packed);
-        }
-      } else {
-        constexpr int kFrom[4] = {0, 2, 1, 3};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float v = dy[(first + s) * 4 + kFrom[i]];
-          if constexpr (Traits::kSplit == 2) {
-            split_for_tf32(v, &a[s][i], &low[s][i]);
-          } else {
-            a[s][i] = kRounded ? __float_as_uint(v) : round_for_tf32(v);
-          }
-        }
-      }
-    }
-    float d[kNormLseDxColumns / 2];
-    wgmma_fence();
-#pragma unroll
-    for (int s = 0; s < kBatch; ++s) {
-      const uint32_t b = b_first + (first + s) * kBStep;
-      if constexpr (Traits::kSplit == 2) {
-        wgmma<kType, kNormLseDxColumns>(d, low[s], b, s > 0);
-        wgmma<kType, kNormLseDxColumns>(d, a[s], b + kSteps * kBStep, true);
-      }
-      wgmma<kType, kNormLseDxColumns>(d, a[s], b, Traits::kSplit == 2 || s > 0);
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_use(d);
-    float row[kNormLseDxRow], next[kNormLseDxRow];
-    if (first == 0) {
-      carried.load(0, done);
-      carried.load(1, row);
-    } else {
-      carried.load(0, row);
-      carried.load(1, next);
-    }
-#pragma unroll
-    for (int i = 0; i < kNormLseDxRow; ++i) {
-      done[i] += d[i];
-      row[i] += d[kNormLseDxRow + i];
-      next[i] = first == 0 ? d[2 * kNormLseDxRow + i] : next[i] + d[2 * kNormLseDxRow + i];
-    }
-    carried.store(0, row);
-    carried.store(1, next);
+  for (int i = 0; i < Traits::kSplit * kSteps * 4; ++i) {
+    a[i / (kSteps * 4)][i / 4 % kSteps][i % 4] = dy[i / (kSteps * 4)][i % (kSteps * 4)];
   }
+  float d[kNormLseDxColumns / 2];
+  wgmma_fence();
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    const uint32_t b = b_first + s * kBStep;
+    if constexpr (Traits::kSplit == 2) {
+      wgmma<kType, kNormLseDxColumns>(d, a[1][s], b, s > 0);
+      wgmma<kType, kNormLseDxColumns>(d, a[0][s], b + kSteps * kBStep, true);
+    }
+    wgmma<kType, kNormLseDxColumns>(d, a[0][s], b, Traits::kSplit == 2 || s > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_use(d);
+  float row[kNormLseDxRow], next[kNormLseDxRow];
+  carried.load(0, done);
+  carried.load(1, row);
+#pragma unroll
+  for (int i = 0; i < kNormLseDxRow; ++i) {
+    done[i] += d[i];
+    row[i] += d[kNormLseDxRow + i];
+    next[i] = d[2 * kNormLseDxRow + i];
+  }
+  carried.store(0, row);
+  carried.store(1, next);
 }
 
 // Row i of those that a strip of dy from row h0 on reaches in dx: taps of the width are added up, and the sums go to dx
@@ -306,6 +295,36 @@ __global__ void __launch_bounds__(kNormLseBorderThreads)
 
 #if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// Of fp32 values as fp16, powers of two that values are multiplied by. x: of the sample, 0 where each tile
+// has its own; dlse: no scale, but the largest one's size.
+struct NormLseScales {
+  float weight = 1.f, x = 0.f, dy = 1.f, dlse = 0.f;
+};
+// From what the first pass left of its slices. Called by the whole block; a barrier must come behind it.
+__device__ __forceinline__ void norm_lse_sample_scales(const ConvNormLseParams& q, int64_t n, uint32_t* scratch,
+                                                       NormLseScales* scales) {
+  const float2* const sizes = static_cast<const float2*>(q.sizes) + n * q.norm.slices;
+  float2 largest = make_float2(0.f, 0.f);
+  for (int64_t i = threadIdx.x; i < q.norm.slices; i += kNormLseThreads) {
+    const float2 v = sizes[i];
+    largest = make_float2(fmaxf(largest.x, v.x), fmaxf(largest.y, v.y));
+  }
+  __syncthreads();
+  const uint32_t undo = block_size<kNormLseThreads / 32>(largest.x, scratch);
+  __syncthreads();
+  scales->dlse = __uint_as_float(block_size<kNormLseThreads / 32>(largest.y, scratch));
+  scales->x = __uint_as_float((254u << 23) - undo);  // one over a power of two
+}
+// Of a channel: a normalized value is at most the root of its group's size, and what follows tanh has a slope below
+// 0.6.
+__device__ __forceinline__ float norm_lse_dy_bound(const ConvNormLseParams& q, const GradientRow<float>& of_dy,
+                                                   float dlse) {
+  const FewChannelsParams& p = q.conv;
+  const float count = float(p.c_out) * float(p.out[0]) * float(p.out[1]) * float(p.out[2]), rstd = of_dy.affine.rstd;
+  return dlse * (1.f + 0.6f * fabsf(rstd * of_dy.affine.weight)) +
+         rstd * (fabsf(of_dy.term) + (sqrtf(count) + 64.f) * fabsf(of_dy.term_xhat));
+}
+
 // tanh of z, or within 2e-7 of it, of twice z in powers of 2.
 template <bool kCoarse>
 __device__ __forceinline__ float norm_lse_tanh(float z) {
@@ -332,12 +351,9 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   constexpr bool kCoarse = ConvMathTraits<kMath>::kSplit == 1;
   constexpr int kLoaders = 128 * kProducers, kWarps = kConsumers * 4, kThreads = kNormLseThreads;
   constexpr int kSplit = ConvMathTraits<kMath>::kSplit, kBatch = few_channels_batch(kMath, 1, kLargeBatch);
-  // Steps whose fragments have registers, which sums for dweight take.
-  constexpr int kGroup = kMakesDweight && kBatch == 9 ? 3 : kBatch;
-  constexpr WgmmaType kType = kMath == ConvMath::kBf16   ? WgmmaType::kBf16
-                              : kMath == ConvMath::kFp16 ? WgmmaType::kFp16
-                                                         : WgmmaType::kTf32;
-  static_assert(kWarps * kColumns * 2 + kColumns * 4 <= kColumns * 3 * kWarps, "scratch is that of moments");
+  constexpr bool kScaled = conv_is_scaled(kMath), kTerms = kMath == ConvMath::kFp16x3;
+  constexpr WgmmaType kType = kNormLseType<kMath>;
+  static_assert(kWarps * (kColumns * 2 + 1) + kColumns * 4 <= kColumns * 3 * kWarps, "scratch is that of moments");
   extern __shared__ __align__(128) uint32_t smem[];
   const FewChannelsParams& p = q.conv;
   const FewChannelsPlan& plan = p.plan;
@@ -346,6 +362,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   uint64_t* const empty = full + 4;
   uint32_t* const weights = smem + layout.weights;
   int* const offsets = reinterpret_cast<int*>(smem + layout.offsets);
+  [[maybe_unused]] uint32_t* const scales_scratch = smem + layout.scratch;
   int2* const strip_table = reinterpret_cast<int2*>(smem + layout.strips);
   float* const scratch = reinterpret_cast<float*>(smem + layout.scratch);
   // Of a column: bias in powers of 2, scale and offset that make of its products z (or twice z in powers of 2), and
@@ -359,8 +376,9 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   const int64_t n = blockIdx.x / plan.slices, slice = blockIdx.x % plan.slices;
 
   // K entry -> byte offset in the halo. Padded entries point at the plane of zeros: a zero weight alone would turn an
-  // infinite input into a NaN.
-  for (int i = tid * 4; i < plan.k_steps * 8; i += kThreads * 4) {
+  // infinite input into a NaN. Of scaled values, where an infinite one gives that anyway, they repeat the last.
+  for (int entry = tid * 4; entry < plan.k_steps * 8; entry += kThreads * 4) {
+    const int i = kScaled ? min(entry, plan.k_words - 4) : entry;
     int offset = few_channels_planes(plan) * plan.plane;
     if (i < plan.k_words) {
       const int word = i % plan.words, tap = i / plan.words;
@@ -369,13 +387,22 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
       offset = word / 4 * plan.plane +
                ((d * plan.dilation[0] * plan.halo[1] + h * plan.dilation[1]) * plan.pitch + w * plan.dilation[2]) * 4;
     }
-    offsets[(i >> 2 & 1) * plan.k_steps + i / 8] = offset * 4;
+    offsets[(entry >> 2 & 1) * plan.k_steps + entry / 8] = offset * 4;
   }
-  few_channels_weight_table<kMath, kColumns, 1>(p, reinterpret_cast<int2*>(halo), tid, kThreads);
-  __syncthreads();
-  few_channels_load_weights<kMath, kColumns, 1>(p, reinterpret_cast<const int2*>(halo), 0, 0, p.c_out, weights, tid,
-                                                kThreads);
-  __syncthreads();  // the halo's space is free again
+  [[maybe_unused]] NormLseScales scales;
+  if constexpr (kScaled) {
+    scales.weight = scale_of_size(block_size<kThreads / 32>(norm_lse_weight_size(p, tid), scales_scratch));
+    norm_lse_load_scaled_weights<kTerms>(p, weights, scales.weight, tid);
+    if constexpr (kMakesDweight) {
+      norm_lse_sample_scales(q, n, scales_scratch, &scales);
+    }
+  } else {
+    few_channels_weight_table<kMath, kColumns, 1>(p, reinterpret_cast<int2*>(halo), tid, kThreads);
+    __syncthreads();
+    few_channels_load_weights<kMath, kColumns, 1>(p, reinterpret_cast<const int2*>(halo), 0, 0, p.c_out, weights, tid,
+                                                  kThreads);
+  }
+  __syncthreads();  // the halo's space is free again, and scratch
   for (int i = tid; i < plan.strips; i += kThreads) {
     const int per_row = plan.tile[2] / kFewChannelsStrip;
     const int w = i % per_row * kFewChannelsStrip, h = i / per_row % plan.segments * plan.rows;
@@ -383,6 +410,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     const int base = (d * plan.step[0] * plan.halo[1] + h * plan.step[1]) * plan.pitch + plan.lead + w * plan.step[2];
     strip_table[i] = make_int2(base * 16, d << 24 | h << 14 | w);
   }
+  [[maybe_unused]] float bound = 0.f;  // of dy in this thread's column
   for (int c = tid; c < kColumns; c += kThreads) {
     // A padded column's exponential is 0.
     float4 forward = make_float4(-INFINITY, 0.f, 0.f, 0.f), backward = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -394,6 +422,7 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
         row = of_dy.affine;
         backward.x = -row.rstd * (row.rstd * of_dy.term_xhat);
         backward.y = fmaf(bias - row.mean, backward.x, -row.rstd * of_dy.term);
+        if constexpr (kScaled && kMakesDweight) bound = norm_lse_dy_bound(q, of_dy, scales.dlse);
       } else {
         row = make_affine_row<float>(q.norm.affine, n, c);
       }
@@ -404,17 +433,19 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     }
     forward_table[c] = forward, backward_table[c] = backward;
   }
+  if constexpr (kScaled && kMakesDweight) {
+    scales.dy = scale_of_size(block_size<kThreads / 32>(bound, scales_scratch));
+    if (tid < kColumns) backward_table[tid].x *= scales.dy, backward_table[tid].y *= scales.dy;
+  }
   few_channels_prepare_stages(plan, layout, smem, kThreads, kLoaders, kWarps);
-  // Where dweight is made, so is dx: what stores dy makes dx without TF32 alone.
-  [[maybe_unused]] const bool makes_dx = (kMakesDweight || (kStore && kSplit == 2)) && q.dx.dx != nullptr;
+  [[maybe_unused]] const bool makes_dx = kMakesDweight && q.dx.dx != nullptr;
   [[maybe_unused]] uint32_t* const dx_weights = smem + norm_lse_dx_smem(plan) / 4;
   [[maybe_unused]] uint32_t* const ones = dx_weights + norm_lse_dx_bytes(kMath) / 4;
-  if constexpr (!kSums) {
-    if (makes_dx) norm_lse_load_dx_weights<kMath>(p, dx_weights, tid);
-  }
   if constexpr (kMakesDweight) {
+    if (makes_dx) norm_lse_load_dx_weights<kMath>(p, dx_weights, scales.weight, tid);
+    using Operand = std::conditional_t<kScaled, __half, Element>;
     const float pair[2] = {1.f, 1.f};
-    const Vec<Element, 2> packed = pack<Element>(pair);
+    const Vec<Operand, 2> packed = pack<Operand>(pair);
     if (tid < kNormLseOnesBytes / 4) ones[tid] = *reinterpret_cast<const uint32_t*>(&packed);
   }
   wgmma_fence_shared();  // the weights
@@ -424,16 +455,20 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   TileCursor cursor = few_channels_tiles(plan, slice, &tile_count);
   const int tiles_w = static_cast<int>(plan.tiles[2]), tiles_h = static_cast<int>(plan.tiles[1]);
   if (tid < kLoaders) {
-    if constexpr (kMakesDweight) {  // sums take more of them
+    if constexpr (kMakesDweight && !kScaled) {  // sums take more of them
       set_registers<32, false>();
     } else {
       share_registers<kProducers, kConsumers, false>();
     }
-    // Products read the halo itself where they take half types.
-    constexpr bool kForProducts = kMakesDweight && ConvMathTraits<kMath>::kPerWord == 2;
-    few_channels_load_tiles<kMath, true, kProducers, kForProducts>(p, layout, smem, n, 0, cursor, tile_count);
+    // Products for dweight read the halo itself.
+    few_channels_load_tiles<kMath, true, kProducers, kMakesDweight>(p, layout, smem, n, 0, cursor, tile_count,
+                                                                    scales.x);
+    if constexpr (kMakesDweight) {  // those around the sums
+      __syncthreads();
+      __syncthreads();
+    }
   } else {
-    if constexpr (kMakesDweight) {
+    if constexpr (kMakesDweight && !kScaled) {
       set_registers<160, true>();
     } else {
       share_registers<kProducers, kConsumers, true>();
@@ -456,19 +491,29 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
 
     [[maybe_unused]] float sums[kSums ? 16 : 1][2] = {};
     // Of the two rows of dx that the next rows of dy add to.
-    [[maybe_unused]] NormLseCarried<norm_lse_carries_in_shared(kMath)> carried(
-        dx_weights + norm_lse_dx_weight_bytes(kMath) / 4, tid - kLoaders);
+    [[maybe_unused]] NormLseCarried carried(dx_weights + norm_lse_dx_weight_bytes(kMath) / 4, tid - kLoaders);
     [[maybe_unused]] uint32_t dx_first = wgmma_b_descriptor(shared_address(dx_weights));
-    if constexpr (!kSums) asm volatile("" : "+r"(dx_first));
-    using Dweight = NormLseDweightSums<kMakesDweight ? kMath : ConvMath::kTf32>;
+    if constexpr (kMakesDweight) asm volatile("" : "+r"(dx_first));
+    using Dweight = NormLseDweightSums<kMakesDweight ? kMath : ConvMath::kBf16>;
     [[maybe_unused]] Dweight dweight;
     [[maybe_unused]] const uint32_t operands =
         shared_address(ones) + kNormLseOnesBytes + warp / 4 * norm_lse_operand_bytes(kMath);
     [[maybe_unused]] float shift[2] = {0.f, 0.f};
+    // Of scaled values: what undoes the scale of a stage's y, and of dx; the largest of the stages' scales and of dlse.
+    [[maybe_unused]] const float* const undo_scales =
+        reinterpret_cast<const float*>(smem + layout.barriers + kFewChannelsScales);
+    [[maybe_unused]] const float undo_weight = 1.f / scales.weight, undo_dx = 1.f / scales.dy * undo_weight;
+    [[maybe_unused]] const uint32_t low_bytes = few_channels_planes(plan) * plan.plane * 4;
+    [[maybe_unused]] float largest_undo = 0.f, largest_dlse = 0.f;
     int stage = 0, job = warp / 4;
     uint32_t parity = 0;
     for (int tile = 0; tile < tile_count; ++tile, cursor.advance(tiles_h, tiles_w)) {
       barrier_wait(full + stage, parity);
+      [[maybe_unused]] float undo = 1.f;
+      if constexpr (kScaled) {
+        undo = undo_scales[stage] * undo_weight;
+        if (kSums) largest_undo = fmaxf(largest_undo, undo_scales[stage]);
+      }
       for (; job < jobs; job += kConsumers) {
         const int s = job * 4 + (warp & 3);
         const int2 strip = strip_table[min(s, plan.strips - 1)];
@@ -486,23 +531,15 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
         float2* shares_at = shares + position;
         [[maybe_unused]] const float* dlse_at = dlse + position;
         [[maybe_unused]] int dx_at, frame_at;
-        [[maybe_unused]] uint32_t halo_at[4];  // of half types, the four strips' rows
-        [[maybe_unused]] int slot = 0;         // of TF32, in which the row's first row of x lies
+        [[maybe_unused]] uint32_t halo_at[4];  // the four strips' rows
         if constexpr (kMakesDweight) {
-          if constexpr (Dweight::kHalf) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int at = strip_table[min(job * 4 + i, plan.strips - 1)].x;
-              halo_at[i] = wgmma_b_descriptor(shared_address(halo + stage * stage_words) + at);
-            }
-          } else {
-            named_barrier(kNormLseBarrier + warp / 4, 128);  // the strip before is multiplied
-            for (int i = 0; i < plan.kernel[1] - 1; ++i) {
-              Dweight::put_x(operands, warp & 3, lane, i, base - lane_bytes + i * base_step, plan);
-            }
+          for (int i = 0; i < 4; ++i) {
+            const int at = strip_table[min(job * 4 + i, plan.strips - 1)].x;
+            halo_at[i] = wgmma_b_descriptor(shared_address(halo + stage * stage_words) + at);
           }
         }
-        if constexpr (!kSums) {
+        if constexpr (kMakesDweight) {
           if (makes_dx) {
             dx_at = t * 2 * q.dx.stride_c + d * q.dx.stride[0] + (h0 + plan.origin[1]) * q.dx.stride[1] + w +
                     plan.origin[2];
@@ -525,46 +562,54 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
               if (!valid[half]) continue;
               if constexpr (kSums) {
                 own_dlse[half] = dlse_at[half];
+                if constexpr (kScaled) {
+                  const float size = fabsf(own_dlse[half]);
+                  if (size < INFINITY) largest_dlse = fmaxf(largest_dlse, size);
+                }
               } else {
                 own[half] = shares_at[half];
               }
             }
           }
-          if constexpr (kSplit == 2) {
+          if constexpr (kTerms) {
             // The tensor core truncates when it adds to its accumulator; summing a few steps outside rounds.
 #pragma unroll 1
-            for (int first = 0; first < plan.k_steps; first += kBatch) {
-              uint32_t high[kBatch][4], low[kBatch][4];
-#pragma unroll
-              for (int k = 0; k < kBatch; ++k) {
-                uint32_t raw[4];
-                load_matrices(raw, base + own_offsets[first + k]);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) split_tf32_for_stats(__uint_as_float(raw[i]), &high[k][i], &low[k][i]);
-              }
+            for (int first = 0; first < (kMakesDweight ? kBatch : plan.k_steps); first += kBatch) {
               float partial[kColumns / 2];
-              wgmma_fence();
 #pragma unroll
-              for (int k = 0; k < kBatch; ++k) {
-                const uint32_t b = b_first + (first + k) * kBStep;
-                wgmma<kType, kColumns>(partial, low[k], b, k > 0);
-                wgmma<kType, kColumns>(partial, high[k], b + plan.k_steps * kBStep, true);
-                wgmma<kType, kColumns>(partial, high[k], b, true);
+              for (int group = 0; group < kBatch; group += kNormLseGroup) {
+                uint32_t high[kNormLseGroup][4], low[kNormLseGroup][4];
+#pragma unroll
+                for (int k = 0; k < kNormLseGroup; ++k) {
+                  if (group + k >= kBatch) continue;
+                  const uint32_t at = base + own_offsets[first + group + k];
+                  load_matrices(high[k], at);
+                  load_matrices(low[k], at + low_bytes);
+                }
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < kNormLseGroup; ++k) {
+                  if (group + k >= kBatch) continue;
+                  const uint32_t b = b_first + (first + group + k) * kBStep;
+                  wgmma<kType, kColumns>(partial, low[k], b, group + k > 0);
+                  wgmma<kType, kColumns>(partial, high[k], b + plan.k_steps * kBStep, true);
+                  wgmma<kType, kColumns>(partial, high[k], b, true);
+                }
+                wgmma_commit();
+                wgmma_wait<0>();
               }
-              wgmma_commit();
-              wgmma_wait<0>();
               wgmma_use(partial);
 #pragma unroll
               for (int i = 0; i < kColumns / 2; ++i) acc[i] = first == 0 ? partial[i] : acc[i] + partial[i];
             }
           } else {
-            for (int first = 0; first < plan.k_steps; first += kGroup) {
-              uint32_t a[kGroup][4];
+            for (int first = 0; first < plan.k_steps; first += kBatch) {
+              uint32_t a[kBatch][4];
 #pragma unroll
-              for (int i = 0; i < kGroup; ++i) load_matrices(a[i], base + own_offsets[first + i]);
+              for (int i = 0; i < kBatch; ++i) load_matrices(a[i], base + own_offsets[first + i]);
               wgmma_fence();
 #pragma unroll
-              for (int i = 0; i < kGroup; ++i) {
+              for (int i = 0; i < kBatch; ++i) {
                 wgmma<kType, kColumns>(acc, a[i], b_first + (first + i) * kBStep, i > 0 || first > 0);
               }
               wgmma_commit();
@@ -572,12 +617,16 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
             }
             wgmma_use(acc);
           }
+          if constexpr (kScaled) {
+#pragma unroll
+            for (int i = 0; i < kColumns / 2; ++i) acc[i] *= undo;
+          }
           // All four warps are through with the products of the row before, whose operands are written anew.
           if constexpr (kMakesDweight) {
             dweight.use();
             named_barrier(kNormLseBarrier + warp / 4, 128);
           }
-          if (row >= rows && (kSums || (kStore && !makes_dx))) continue;
+          if (row >= rows && !kMakesDweight) continue;
 
           if constexpr (kSums) {
             // Of dz, what the position's share is a factor of. The shift is what the row before came to; where that is
@@ -675,7 +724,10 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
               }
               float share[2];
 #pragma unroll
-              for (int half = 0; half < 2; ++half) share[half] = kStore && total[half] == 0.f ? 0.f : own[half].y;
+              for (int half = 0; half < 2; ++half) {
+                share[half] = kStore && total[half] == 0.f ? 0.f : own[half].y;
+                if constexpr (kScaled && kMakesDweight) share[half] *= scales.dy;
+              }
 #pragma unroll
               for (int j = 0; j < 16; ++j) {
                 const float2 column = *reinterpret_cast<const float2*>(backward_table + j / 2 * 8 + t * 2 + (j & 1));
@@ -710,34 +762,25 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
               }
             }
             if constexpr (kMakesDweight) {
-              if constexpr (!Dweight::kHalf) {
-                dweight.add_to_bias(lane, acc);
-#pragma unroll
-                for (int i = 0; i < kColumns / 2; ++i) acc[i] = __uint_as_float(round_for_tf32(acc[i]));
-                const int last = slot + plan.kernel[1] - 1;
-                Dweight::put_x(operands, warp & 3, lane, last < kNormLseTaps ? last : last - kNormLseTaps,
-                               base - lane_bytes + (plan.kernel[1] - 1) * base_step, plan);
-              }
-              Dweight::put_dy(operands, warp & 3, lane, acc);
+              if constexpr (Dweight::kAddsBias) dweight.add_to_bias(lane, acc);
+              uint32_t dy[kSplit][kColumns / 4];
+              Dweight::convert(acc, dy);
+              Dweight::put_dy(operands, warp & 3, lane, dy);
               wgmma_fence_shared();
-            }
-            if constexpr (kMakesDweight || kSplit == 2) {
               float done[kNormLseDxRow];
-              if (makes_dx) norm_lse_dx_products<kMath, kMakesDweight>(acc, dx_first, done, carried);
-              if constexpr (kMakesDweight) {
-                // Under way until the next row's products are waited for.
-                named_barrier(kNormLseBarrier + warp / 4, 128);
-                dweight.multiply(operands, shared_address(ones), halo_at, plan.pitch, slot);
-                if constexpr (Dweight::kHalf) {
+              if (makes_dx) norm_lse_dx_products<kMath>(dy, dx_first, done, carried);
+              // Under way until the next row's products are waited for.
+              named_barrier(kNormLseBarrier + warp / 4, 128);
+              dweight.multiply(operands, shared_address(ones), halo_at, plan.pitch, low_bytes / 16);
 #pragma unroll
-                  for (int i = 0; i < 4; ++i) halo_at[i] += plan.pitch;
-                } else {
-                  slot = slot + 1 < kNormLseTaps ? slot + 1 : 0;
-                }
-              }
+              for (int i = 0; i < 4; ++i) halo_at[i] += plan.pitch;
               if (!makes_dx || row >= rows || !inside || w - 2 * g >= p.out[2]) continue;
               // Behind the strip's last row come those that only its rows reach.
               for (int i = row;; ++i) {
+                if constexpr (kScaled) {
+#pragma unroll
+                  for (int k = 0; k < kNormLseDxRow; ++k) done[k] *= undo_dx;
+                }
                 norm_lse_put_dx<Element>(q, dx + dx_at, frames + frame_at, h0, w, t, i, done);
                 if (row + 1 < rows || i == row + kNormLseTaps - 1) break;
                 carried.take(i - row, done);
@@ -760,15 +803,20 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     }
 
     if constexpr (kMakesDweight) {
-      float* const shared = reinterpret_cast<float*>(ones + kNormLseOnesBytes / 4);
-      for (int turn = 0; turn < kConsumers; ++turn) {
-        named_barrier(1, kWarps * 32);
-        if (turn != warp / 4) continue;
-        dweight.for_each(warp & 3, lane, [&](int at, float sum) { shared[at] = turn == 0 ? sum : shared[at] + sum; });
-      }
-      named_barrier(1, kWarps * 32);
+      // Where weights and operands were, which nobody reads any longer, there is room for each warpgroup's sums. The
+      // barriers are the whole block's: racecheck takes one of some warps, behind those of single warpgroups, for none.
+      float* const parts = reinterpret_cast<float*>(dx_weights);
+      __syncthreads();
+      if constexpr (kScaled) dweight.scale(1.f / scales.dy, 1.f / scales.x);
+      dweight.for_each(warp & 3, lane, [&](int at, float sum) { parts[warp / 4 * kNormLseDweightFloats + at] = sum; });
+      __syncthreads();
       float* const to = q.dweight.partials + int64_t(blockIdx.x) * kNormLseDweightFloats;
-      for (int i = tid - kLoaders; i < kNormLseDweightFloats; i += kWarps * 32) to[i] = shared[i];
+      for (int i = tid - kLoaders; i < kNormLseDweightFloats; i += kWarps * 32) {
+        float sum = parts[i];
+#pragma unroll
+        for (int part = 1; part < kConsumers; ++part) sum += parts[part * kNormLseDweightFloats + i];
+        to[i] = sum;
+      }
     }
     if constexpr (kSums) {
       // Thread -> warp (positions of one channel lie in the lanes of equal t) -> block, always in the same order.
@@ -782,8 +830,17 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
           if (g == 0) scratch[(warp * kColumns + j / 2 * 8 + t * 2 + (j & 1)) * 2 + i] = sum;
         }
       }
+      [[maybe_unused]] uint32_t* const sizes = reinterpret_cast<uint32_t*>(backward_table + kColumns);
+      if constexpr (kScaled) sizes[warp] = __reduce_max_sync(0xffffffffu, __float_as_uint(largest_dlse));
       named_barrier(1, kWarps * 32);
       const int at = tid - kLoaders;
+      if constexpr (kScaled) {  // those of the slice, for the scales of the second pass
+        if (at == 0) {
+          uint32_t largest = 0;
+          for (int i = 0; i < kWarps; ++i) largest = max(largest, sizes[i]);
+          static_cast<float2*>(q.sizes)[n * plan.slices + slice] = make_float2(largest_undo, __uint_as_float(largest));
+        }
+      }
       if (at < p.c_out * 2) {
         float sum = 0.f;
         for (int i = 0; i < kWarps; ++i) sum += scratch[i * kColumns * 2 + at];

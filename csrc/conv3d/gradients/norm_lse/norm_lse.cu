@@ -11,9 +11,8 @@ Status launch_norm_lse(const ConvNormLseParams& p, cudaStream_t stream) {
   const FewChannelsPlan& plan = p.conv.plan;
   const char* const name = "conv_norm_lse_kernel";
   const dim3 grid(static_cast<unsigned>(p.conv.n * plan.slices));
-  // 3xTF32 has the smaller batch alone. Up to 9 taps of 8 half channels are 5 steps.
-  constexpr bool kSmallOnly =
-      kMath == ConvMath::kTf32x3 || (kPass == NormLsePass::kGradients && conv_channels_per_word(kMath) == 2);
+  // Up to 9 taps of 8 half channels are 5 steps.
+  constexpr bool kSmallOnly = conv_is_scaled(kMath) || kPass == NormLsePass::kGradients;
   if constexpr (kSmallOnly) {
     if (plan.large_batch) return Status::Unsupported(name, "no instance of the larger batch");
     return launch_after<conv_norm_lse_kernel<kMath, false, kPass>>(false, name, grid, kNormLseThreads, plan.smem_bytes,
@@ -29,12 +28,10 @@ Status launch_norm_lse(const ConvNormLseParams& p, cudaStream_t stream) {
 template <NormLsePass kPass>
 Status launch(const ConvNormLseParams& p, cudaStream_t stream) {
   switch (p.conv.plan.math) {
-    case ConvMath::kTf32: return launch_norm_lse<ConvMath::kTf32, kPass>(p, stream);
+    case ConvMath::kFp16x1: return launch_norm_lse<ConvMath::kFp16x1, kPass>(p, stream);
     case ConvMath::kBf16: return launch_norm_lse<ConvMath::kBf16, kPass>(p, stream);
     case ConvMath::kFp16: return launch_norm_lse<ConvMath::kFp16, kPass>(p, stream);
-    case ConvMath::kTf32x3:
-      if constexpr (kPass != NormLsePass::kGradients) return launch_norm_lse<ConvMath::kTf32x3, kPass>(p, stream);
-      [[fallthrough]];
+    case ConvMath::kFp16x3: return launch_norm_lse<ConvMath::kFp16x3, kPass>(p, stream);
     default: return Status::Unsupported("conv_norm_lse_kernel", "no instance of this kind of products");
   }
 }

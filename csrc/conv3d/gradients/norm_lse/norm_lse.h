@@ -9,8 +9,7 @@ namespace kgopt {
 
 // The sums of the norm's gradient for each slice, and each position's share.
 Status run_conv_norm_lse_sums(const ConvNormLseParams& p, cudaStream_t stream);
-// With the rows made of them: the gradient of the convolution's output, and without TF32 dx where it is wanted; or dx
-// and what dweight is added up from.
+// With the rows made of them: the gradient of the convolution's output; or dx and what dweight is added up from.
 Status run_conv_norm_lse_store(const ConvNormLseParams& p, cudaStream_t stream);
 Status run_conv_norm_lse_gradients(const ConvNormLseParams& p, cudaStream_t stream);
 // After those: the positions of dx that several strips reach, and dweight with dbias.

@@ -15,6 +15,8 @@ namespace kgopt {
 
 inline constexpr int kNormLseColumns = 64;  // channels, all of them in one block
 inline constexpr int kNormLseProducers = 1, kNormLseConsumers = 3;
+// K steps whose fragments have registers beside those of a second term.
+inline constexpr int kNormLseGroup = 3;
 inline constexpr int kNormLseThreads = 128 * (kNormLseProducers + kNormLseConsumers);
 
 // The first pass, and two kinds of the second: dy in memory, or its products for dx and dweight.
@@ -41,39 +43,28 @@ KGOPT_HD constexpr int norm_lse_dx_weight_bytes(ConvMath math) {
   return norm_lse_dx_steps(math) * kNormLseDxColumns * 8 * 4 * conv_split_factor(math);
 }
 
-// What a lane carries from row to row: of two rows of dx [tap of the width][one of two positions][one of two channels].
-// Where registers are short, in shared memory.
+// What a lane carries from row to row, in shared memory: of two rows of dx [tap of the width][one of two
+// positions][one of two channels].
 inline constexpr int kNormLseDxRow = kNormLseTaps * 4;
-KGOPT_HD constexpr bool norm_lse_carries_in_shared(ConvMath math) { return math != ConvMath::kTf32; }
 KGOPT_HD constexpr int norm_lse_dx_bytes(ConvMath math) {
-  const int carried = norm_lse_carries_in_shared(math) ? 128 * kNormLseConsumers * 2 * kNormLseDxRow * 4 : 0;
-  return norm_lse_dx_weight_bytes(math) + carried;
+  return norm_lse_dx_weight_bytes(math) + 128 * kNormLseConsumers * 2 * kNormLseDxRow * 4;
 }
 
 // dweight from dy while that is in registers, of the same convolutions as dx: what the products read of shared memory,
-// in bytes, of a warpgroup. Without TF32 dy in two terms would be twice that, and dy is stored.
-KGOPT_HD constexpr bool norm_lse_makes_dweight(ConvMath math) { return math != ConvMath::kTf32x3; }
-struct NormLseDweightOperands {
-  static constexpr int kHalfBlock = 64 * 16;  // half types: 8 channels of 64 positions
-  // TF32: a unit of 16 bytes of 64 channels, 4 of which are a strip's, so that odd ones lie half of the banks further.
-  static constexpr int kUnit = 64 * 16 + 32, kDyBytes = 4 * kUnit;
-  static constexpr int kXRow = 6 * 8 * 16, kXFirst = 4 * kDyBytes;  // x of a strip's row, and the first strip's
-  static constexpr int kTf32Bytes = kXFirst + 4 * kNormLseTaps * kXRow, kHalfBytes = 8 * kHalfBlock;
-};
+// in bytes, of a warpgroup.
+// 8 channels of 64 positions, and all of them.
+inline constexpr int kNormLseDyBlock = 64 * 16, kNormLseDyBytes = 8 * kNormLseDyBlock;
 inline constexpr int kNormLseBarrier = 3;      // the first of the warpgroups' barriers, behind the loaders'
-inline constexpr int kNormLseOnesBytes = 256;  // eight columns of ones, for dbias of half types
-KGOPT_HD constexpr int norm_lse_operand_bytes(ConvMath math) {
-  return math == ConvMath::kTf32 ? NormLseDweightOperands::kTf32Bytes : NormLseDweightOperands::kHalfBytes;
-}
+inline constexpr int kNormLseOnesBytes = 256;  // eight columns of ones, for dbias
+KGOPT_HD constexpr int norm_lse_operand_bytes(ConvMath math) { return kNormLseDyBytes * conv_split_factor(math); }
 KGOPT_HD constexpr int norm_lse_dweight_bytes(ConvMath math) {
-  return norm_lse_makes_dweight(math) ? kNormLseOnesBytes + kNormLseConsumers * norm_lse_operand_bytes(math) : 0;
+  return kNormLseOnesBytes + kNormLseConsumers * norm_lse_operand_bytes(math);
 }
 // A block's sums: [tap and input channel, then four parts of dbias][64 output channels]. Of the kernel that adds up
 // those of all blocks, neighbours that a block sums, and threads that share one.
 inline constexpr int kNormLseBiasRows = 4;
 inline constexpr int kNormLseDweightFloats = (kNormLseDxColumns + kNormLseBiasRows) * kNormLseColumns;
 inline constexpr int kNormLseSumLanes = 32, kNormLseSumShares = 16;
-static_assert(kNormLseDweightFloats * 4 <= kNormLseConsumers * NormLseDweightOperands::kHalfBytes);
 
 struct NormLseDweight {
   float* partials;   // [blocks of the second pass][kNormLseDweightFloats]
@@ -102,6 +93,7 @@ struct ConvNormLseParams {
   // Of each position, what the first pass leaves for the second: minus the shift of its exponentials, in powers of 2,
   // and dlse over their sum.
   float* shares;
+  void* sizes;  // of scaled values, of each slice of the first pass, a float2 for the scales of the second
   GroupNormPassesBwdParams norm;  // the first pass writes its partial sums, the second reads its rows
   NormLseDx dx;                   // of the second pass
   NormLseDweight dweight;         // of the second pass that stores nothing
@@ -116,7 +108,8 @@ KGOPT_HD int norm_lse_shared_positions(const FewChannelsParams& p) {
   return (norm_lse_strips_h(p) - 1) * 2 * p.in[2] + p.in[1] * (norm_lse_strips_w(p) - 1) * 2;
 }
 inline void place_norm_lse_frames(const FewChannelsParams& p, NormLseDx* dx) {
-  const int rows = p.plan.rows, frame = norm_lse_frame(rows, conv_channels_per_word(p.plan.math) == 2);
+  const bool is_half = p.plan.math == ConvMath::kBf16 || p.plan.math == ConvMath::kFp16;
+  const int rows = p.plan.rows, frame = norm_lse_frame(rows, is_half);
   dx->frame_row = (frame + rows - 1) / rows;
   dx->frame_column = norm_lse_strips_h(p) * rows * dx->frame_row;
   dx->frame_depth = norm_lse_strips_w(p) * dx->frame_column;
@@ -154,19 +147,24 @@ inline FewChannelsPlan plan_conv_norm_lse(ConvProblem q, const DeviceLimits& lim
       return refuse("more than 2 * 10^7 positions, which 32 bits of an offset in frames bound");
     }
   }
-  const ConvMath math = conv_math(q);
-  q.epilogue = ConvEpilogue::kStore;
-  q.allow_tf32 = true;
-  FewChannelsPlan p = plan_few_channels(q, limits);
+  const ConvMath math = conv_math(q) == ConvMath::kTf32x3 ? ConvMath::kFp16x3
+                        : conv_math(q) == ConvMath::kTf32 ? ConvMath::kFp16x1
+                                                          : conv_math(q);
+  ConvProblem of_words = q;
+  of_words.epilogue = q.epilogue = ConvEpilogue::kStore;
+  if (conv_is_scaled(math)) of_words.dtype = Dtype::kFloat16;
+  FewChannelsPlan p = plan_few_channels(of_words, limits);
   if (p.refusal) return p;
-  if (!p.chunked) return refuse("input channels that 16 bytes of a position do not divide");
   p.math = math;
-  if (math == ConvMath::kTf32x3) {  // weights in two parts, and sums of few steps
-    p.large_batch = false;
+  if (conv_is_scaled(math)) {  // what fills up a chunk of eight channels is zero
+    p.words = (p.words + 3) / 4 * 4;
+    p.k_words = p.words * p.kernel[0] * p.kernel[1] * p.kernel[2];
+    p.chunked = true, p.taps_fast = false, p.large_batch = false;
     p.batch = few_channels_batch(math, 1, p.large_batch);
     p.k_steps = ((p.k_words + 7) / 8 + p.batch - 1) / p.batch * p.batch;
-    p.zero_plane = p.k_words != p.k_steps * 8;
+    p.zero_plane = false;
   }
+  if (!p.chunked) return refuse("input channels that 16 bytes of a position do not divide");
   p.producers = kNormLseProducers, p.consumers = kNormLseConsumers;
   plan_detail::BestTile best{q, limits};
   plan_detail::for_each_tile(
