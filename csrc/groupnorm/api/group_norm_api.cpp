@@ -55,6 +55,7 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
   a.is_extended = residual || slopes.data;
   a.weight = data_or_null(w);
   a.bias = data_or_null(b);
+  a.affine_stride = d.affine_stride();
   a.affine_dtype = affine_dtype(op, w, b);
   a.dtype = d.dtype;
   a.pre_act = pre_act;
@@ -129,6 +130,22 @@ Tensor group_norm(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias
   return std::get<0>(normalize_new(op, x, d, weight, bias, eps, chain, ActChain(), std::nullopt, false));
 }
 
+std::tuple<Tensor, Tensor, Tensor> by_sample(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                             int64_t num_groups, double eps, const std::string& act, bool given) {
+  const char* const op = "group_norm_by_sample";
+  const GroupNormDims d = check_group_norm_forward(op, x, num_groups, weight, bias, true);
+  return normalize_new(op, x, d, weight, bias, eps, check_act(op, act), ActChain(), std::nullopt, given);
+}
+
+Tensor group_norm_by_sample(Tensor x, Tensor weight, Tensor bias, int64_t num_groups, double eps, std::string act) {
+  return std::get<0>(by_sample(x, weight, bias, num_groups, eps, act, false));
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_by_sample_fwd(Tensor x, Tensor weight, Tensor bias, int64_t num_groups,
+                                                            double eps, std::string act) {
+  return by_sample(x, weight, bias, num_groups, eps, act, true);
+}
+
 std::tuple<Tensor, Tensor, Tensor> add(const Tensor& x, const Tensor& residual, int64_t num_groups,
                                        const OptTensor& weight, const OptTensor& bias, double eps,
                                        const std::string& act, bool given) {
@@ -174,6 +191,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_prelu_fwd(Tensor x, Tensor slope, 
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("group_norm", TORCH_BOX(&kgopt::group_norm));
   m.impl("group_norm_fwd", TORCH_BOX(&kgopt::group_norm_fwd_cuda));
+  m.impl("group_norm_by_sample", TORCH_BOX(&kgopt::group_norm_by_sample));
+  m.impl("group_norm_by_sample_fwd", TORCH_BOX(&kgopt::group_norm_by_sample_fwd));
   m.impl("group_norm_add", TORCH_BOX(&kgopt::group_norm_add));
   m.impl("group_norm_add_fwd", TORCH_BOX(&kgopt::group_norm_add_fwd));
   m.impl("group_norm_prelu", TORCH_BOX(&kgopt::group_norm_prelu));

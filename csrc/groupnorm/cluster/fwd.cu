@@ -162,10 +162,15 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
     constexpr bool kFull = decltype(is_full)::value;
     uint32_t row[kPasses], column[kPasses];
     float2 coefficients[kPasses];
+    Vec<T, kVec> residual[kPasses];
 #pragma unroll
     for (int u = 0; u < kPasses; ++u) {
       int slot = base + tid + u * threads;
-      if (!kFull && (slot < share.lo || slot >= share.hi)) slot = share.lo;
+      if (!kFull && (slot < share.lo || slot >= share.hi)) {
+        slot = share.lo;
+      } else {
+        residual[u] = residual_of<Traits::kAct>(p, y + slot * kVec);
+      }
       row[u] = share.row_of(slot * kVec, &column[u]);
       coefficients[u] = table[minor ? column[u] : row[u]];
     }
@@ -183,7 +188,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
       } else {
         scale_shift_across(v, mean, rstd, column[u], share.s, row[u], [&](uint32_t r) { return table[r]; });
       }
-      finish_values<Traits::kAct>(p, y + slot * kVec, input, p.streaming_stores, v);
+      finish_values<Traits::kAct>(p, y + slot * kVec, input, residual[u], p.streaming_stores, v);
     }
   };
   for (int base = 0; base < share.hi; base += step) {

@@ -47,6 +47,7 @@ struct __align__(16) FwdTile {
   uint32_t channel0;  // of vector lo
   uint32_t column0;
   float weight, bias;  // of channel0
+  float slope;         // of its PReLU
   bool is_full;        // no vector is another group's
   bool is_one;         // all of channel0
 };
@@ -100,6 +101,9 @@ struct FwdBlock
     const float2 coefficients = affine(d->channel0);
     d->weight = coefficients.x;
     d->bias = coefficients.y;
+    if constexpr (kMayExtend<Traits::kAct>) {
+      if (p.slopes.data) d->slope = slope_at<T>(p.slopes, p.slopes.by_channel() ? d->channel0 : 0);
+    }
   }
   __device__ __forceinline__ void start_load(const Tile& t, const FwdTile& d) const {
     const uint32_t k = slot_of(t);
@@ -295,9 +299,38 @@ struct FwdBlock
     return s.statistics[visit % kTilesVisits];
   }
 
+  // What the residual has for them.
+  template <int kPasses>
+  struct Residuals {
+    Vec<T, kVec> values[kPasses];
+  };
+  template <int kPasses>
+  __device__ __forceinline__ Residuals<kPasses> residuals_of(const FwdTile& d, int first, const T* to) const {
+    Residuals<kPasses> r;
+    if constexpr (kMayExtend<Traits::kAct>) {
+#pragma unroll
+      for (int k = 0; k < kPasses; ++k) {
+        const int v = first + k * 32;
+        if (v >= d.lo && v < d.hi) r.values[k] = residual_of<Traits::kAct>(p, to + k * 32 * kVec);
+      }
+    }
+    return r;
+  }
+  // Residual and PReLU of a vector of channel0 alone.
+  __device__ __forceinline__ void extend_one(const FwdTile& d, const Vec<T, kVec>& residual, float (&x)[kVec]) const {
+    if constexpr (kMayExtend<Traits::kAct>) {
+      if (!p.is_extended) return;
+      add_residual<Traits::kAct>(p, residual, x);
+      if (!p.slopes.data) return;
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) x[j] = prelu(x[j], d.slope);
+    }
+  }
+
   // Vectors first + 32 * k, k < kPasses, that read(k) gives, to `to` + 32 * k vectors.
   template <int kPasses, typename Read>
-  __device__ __forceinline__ void normalize(const FwdTile& d, float2 statistics, int first, T* to, Read read) const {
+  __device__ __forceinline__ void normalize(const FwdTile& d, float2 statistics, int first, T* to,
+                                            const Residuals<kPasses>& residuals, Read read) const {
     const float mean = statistics.x, rstd = statistics.y;
     if (d.is_one && d.is_full) {
       const float scale = d.weight * rstd * kScale, shift = d.bias * kScale;
@@ -310,7 +343,7 @@ struct FwdBlock
           input[i] = read(k + i);
           values_of<Traits::kPre>(input[i], p.pre_act, x[i]);
           scale_shift(x[i], mean, scale, shift);
-          extend<Traits::kAct>(p, to + (k + i) * 32 * kVec, x[i]);
+          extend_one(d, residuals.values[k + i], x[i]);
         }
         walk(x);
 #pragma unroll
@@ -349,7 +382,7 @@ struct FwdBlock
           scale_shift_two(x[i], mean, rstd, column_of[u], length, d.channel0 + row_of[u],
                           [&](int64_t channel) { return scaled_affine(channel); });
         }
-        extend<Traits::kAct>(p, to + u * 32 * kVec, x[i]);
+        extend<Traits::kAct>(p, to + u * 32 * kVec, residuals.values[u], x[i]);
       }
       if constexpr (kSet > 1) __syncwarp();  // all lanes are here
       walk(x);
@@ -389,7 +422,9 @@ struct FwdBlock
       barrier_wait(&s.loaded[k], parity);
       const FwdTile& d = s.tiles[k];
       const T* const data = from + k * (kTileVectors * kVec);
-      normalize<kPasses>(d, wait_statistics(d.visit), first, y + d.base * kVec,
+      T* const to = y + d.base * kVec;
+      const auto residuals = residuals_of<kPasses>(d, first, to);
+      normalize<kPasses>(d, wait_statistics(d.visit), first, to, residuals,
                          [&](int u) { return load_vec<T, kVec>(data + u * 32 * kVec); });
       __syncwarp();
       if (lane == 0) barrier_arrive(&s.freed[k]);
@@ -428,7 +463,8 @@ struct FwdBlock
       // In pieces, or the registers do not suffice.
 #pragma unroll
       for (int done = 0; done < kPasses; done += kPiece) {
-        normalize<kPiece>(d, statistics, first + done * 32, y + done * 32 * kVec,
+        T* const to = y + done * 32 * kVec;
+        normalize<kPiece>(d, statistics, first + done * 32, to, residuals_of<kPiece>(d, first + done * 32, to),
                           [&](int k) { return data[done + k]; });
       }
     }
