@@ -56,7 +56,7 @@ struct GroupNormFwdArgs {
   bool is_extended = false;      // there is a residual or a PReLU: the kernels that take any chain look for both
   const void* weight = nullptr;  // [C] or null (ones)
   const void* bias = nullptr;    // [C] or null (zeros)
-  int64_t affine_stride = 0;     // of weight and bias from sample to sample; of columns alone other than 0
+  uint32_t affine_stride = 0;    // of weight and bias from sample to sample; of columns alone other than 0
   Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
   ActChain pre_act, act;
   bool add_input = false;

@@ -38,9 +38,10 @@ ActChain planned_as(const PReluSlopes& slopes) {
 // Statistics of dense x, then y = act(PReLU(GroupNorm(pre_act(x)) + residual)) (+ x) in the same layout; y may be x.
 // With slopes there is no act. Without `given`, the statistics serve this call alone and are not returned.
 Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
-                          const OptTensor& weight, const OptTensor& bias, double eps, const ActChain& act,
+                          const OptTensor& weight, const OptTensor& bias, double eps, const ActChain& given_act,
                           const ActChain& pre_act, bool add_input = false, bool given = true,
                           const void* residual = nullptr, const PReluSlopes& slopes = {}) {
+  const ActChain act = as_relu(given_act, /*backward=*/false);
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   Statistics s;
   if (given) s = allocate_statistics(x, d, false);
@@ -55,7 +56,7 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
   a.is_extended = residual || slopes.data;
   a.weight = data_or_null(w);
   a.bias = data_or_null(b);
-  a.affine_stride = d.affine_stride();
+  a.affine_stride = static_cast<uint32_t>(d.affine_stride());
   a.affine_dtype = affine_dtype(op, w, b);
   a.dtype = d.dtype;
   a.pre_act = pre_act;

@@ -129,7 +129,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const char* op, const Tensor& dy,
                                                const std::string& pre_act, bool by_sample) {
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, by_sample);
   GroupNormPassesBwdParams p;
-  p.act = check_act(op, act);
+  p.act = as_relu(check_act(op, act), /*backward=*/true);
   p.pre_act = check_act(op, pre_act, "pre_act");
   check_like(op, "dy", dy, x);
   check_group_statistics(op, mean, rstd, x, d);

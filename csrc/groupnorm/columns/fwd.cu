@@ -14,7 +14,7 @@ Status launch(NormTraits<T, kPre, kAct>, const GroupNormColumnsFwdParams& p, con
               cudaStream_t stream) {
   // Calls that walk a chain leave no registers.
   if constexpr (kPre != Chain::kAny && kAct != Chain::kAny) {
-    if (p.shares.held > 0) {
+    if (p.shares.held > 0 && !p.is_extended) {
       return launch_columns(kName, group_norm_columns_fwd_kernel<ColumnTraits<T, kPre, kAct, kColumnHeld>>,
                             plan.threads, p, plan, stream);
     }

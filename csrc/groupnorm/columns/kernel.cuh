@@ -348,8 +348,8 @@ struct ColumnBlock {
     return kVec == 4 ? channel : channel % kVec * (d.affines / kVec) + channel / kVec;
   }
 
-  // A PReLU's slopes are as LeakyReLU's, of each channel.
-  static constexpr bool kHasSlopes = Traits::kAct == Chain::kLeakyRelu;
+  // Residual and PReLU, whose slopes are as LeakyReLU's, of each channel. Chunks in registers leave none for them.
+  static constexpr bool kIsLeaky = Traits::kAct == Chain::kLeakyRelu, kHasSlopes = kIsLeaky && kHeld == 0;
   struct Coefficients {
     float mean[kFolds ? 1 : kVec], scale[kVec], shift[kVec], slope[kHasSlopes ? kVec : 1];
   };
@@ -383,13 +383,13 @@ struct ColumnBlock {
       if constexpr (!kFolds) v[j] -= c.mean[j];
       v[j] = v[j] * c.scale[j] + c.shift[j];
     }
-    if constexpr (kHasSlopes) {
-      const float floor = floored(p.act).floor;
-      add_residual<Traits::kAct>(p, residual, v);
+    if constexpr (kIsLeaky) {
+      const FlooredChain act = floored(p.act);
+      if constexpr (kHasSlopes) add_residual<Traits::kAct>(p, residual, v);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        v[j] = fast_max(v[j], floor);
-        v[j] = v[j] > 0.f ? v[j] : v[j] * c.slope[j];
+        v[j] = fast_max(v[j], act.floor);
+        v[j] = v[j] > 0.f ? v[j] : v[j] * (kHasSlopes ? c.slope[j] : act.slope);
       }
       finish_values<Chain::kNone>(p, to, input, p.streaming_stores, v);
     } else {
@@ -398,7 +398,7 @@ struct ColumnBlock {
   }
   // What the residual has for a chunk of which `left` vectors are there, of y from `to` on.
   __device__ __forceinline__ void load_residual(const T* to, uint32_t left, Vec<T, kVec> (&residual)[kPasses]) const {
-    if constexpr (kMayExtend<Traits::kAct>) {
+    if constexpr (kMayExtend<Traits::kAct> && kHeld == 0) {
 #pragma unroll
       for (int k = 0; k < kPasses; ++k) {
         if (k < left) residual[k] = residual_of<Traits::kAct>(p, to + k * step);
@@ -435,7 +435,7 @@ struct ColumnBlock {
   // What a warp needs to normalize slab u. All threads.
   __device__ __forceinline__ Coefficients coefficients_of(uint32_t u) const {
     // The parameters are asked for now and stored after the wait for the other blocks.
-    const int64_t channel0 = part(u) * d.channels + d.by_slabs_per_sample(slab(u)) * p.affine_stride;
+    const uint32_t channel0 = part(u) * d.channels + d.by_slabs_per_sample(slab(u)) * p.affine_stride;
     float2 affine = affine_of(p.weight, p.bias, channel0 + min(tid, d.channels - 1), p.affine_dtype);
     await(u, tid, blockDim.x);
     for (uint32_t c = tid; c < d.channels;) {
@@ -553,11 +553,9 @@ struct ColumnBlock {
 #pragma unroll
       for (int h = 0; h < kHeld; ++h) {
         T* const y = static_cast<T*>(p.y) + first + int64_t(h * kPasses) * step;
-        Vec<T, kVec> residual[kPasses];
-        load_residual(y, left_of(h), residual);
 #pragma unroll
         for (int k = 0; k < kPasses; ++k) {
-          if (k < left_of(h)) normalize(c, y + k * step, held[h][k], residual[k]);
+          if (k < left_of(h)) normalize(c, y + k * step, held[h][k], {});
         }
       }
     }

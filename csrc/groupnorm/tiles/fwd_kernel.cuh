@@ -26,6 +26,7 @@ struct GroupNormTilesFwdTraits {
   static constexpr int kTileVectors = tile_vectors(1), kTileBytes = kTilesSlotBytes;
   static constexpr int kServantWarps = 4;
   static constexpr bool kCollects = kCollects_;
+  static constexpr bool kExtends = kMayExtend<kAct> && kHolders == 0;  // holders have no registers for a residual
   static constexpr bool kScales = kHolders == 0;  // with holders, the short way for SiLU was not measured
   // Normalizing takes longer than the statistics, most of all with slow activations. Holders leave room for fewer
   // warps: 896 threads have 72 registers each.
@@ -101,7 +102,7 @@ struct FwdBlock
     const float2 coefficients = affine(d->channel0);
     d->weight = coefficients.x;
     d->bias = coefficients.y;
-    if constexpr (kMayExtend<Traits::kAct>) {
+    if constexpr (Traits::kExtends) {
       if (p.slopes.data) d->slope = slope_at<T>(p.slopes, p.slopes.by_channel() ? d->channel0 : 0);
     }
   }
@@ -306,8 +307,8 @@ struct FwdBlock
   };
   template <int kPasses>
   __device__ __forceinline__ Residuals<kPasses> residuals_of(const FwdTile& d, int first, const T* to) const {
-    Residuals<kPasses> r;
-    if constexpr (kMayExtend<Traits::kAct>) {
+    Residuals<kPasses> r{};
+    if constexpr (Traits::kExtends) {
 #pragma unroll
       for (int k = 0; k < kPasses; ++k) {
         const int v = first + k * 32;
@@ -318,7 +319,7 @@ struct FwdBlock
   }
   // Residual and PReLU of a vector of channel0 alone.
   __device__ __forceinline__ void extend_one(const FwdTile& d, const Vec<T, kVec>& residual, float (&x)[kVec]) const {
-    if constexpr (kMayExtend<Traits::kAct>) {
+    if constexpr (Traits::kExtends) {
       if (!p.is_extended) return;
       add_residual<Traits::kAct>(p, residual, x);
       if (!p.slopes.data) return;
@@ -382,7 +383,7 @@ struct FwdBlock
           scale_shift_two(x[i], mean, rstd, column_of[u], length, d.channel0 + row_of[u],
                           [&](int64_t channel) { return scaled_affine(channel); });
         }
-        extend<Traits::kAct>(p, to + u * 32 * kVec, residuals.values[u], x[i]);
+        if constexpr (Traits::kExtends) extend<Traits::kAct>(p, to + u * 32 * kVec, residuals.values[u], x[i]);
       }
       if constexpr (kSet > 1) __syncwarp();  // all lanes are here
       walk(x);
@@ -463,8 +464,7 @@ struct FwdBlock
       // In pieces, or the registers do not suffice.
 #pragma unroll
       for (int done = 0; done < kPasses; done += kPiece) {
-        T* const to = y + done * 32 * kVec;
-        normalize<kPiece>(d, statistics, first + done * 32, to, residuals_of<kPiece>(d, first + done * 32, to),
+        normalize<kPiece>(d, statistics, first + done * 32, y + done * 32 * kVec, {},
                           [&](int k) { return data[done + k]; });
       }
     }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kgopt import reference
 from kgopt._layout import affine_dtype, as_x_lies, empty, empty_like, stats_dtype, wide
-from kgopt.ops.activation import activation_backward, chain_backward
+from kgopt.ops.activation import activation_backward, chain_backward, follows_from_result
 from kgopt.ops.autocast import cast, in_fp32
 from kgopt.ops.calls import in_backward, is_grad_enabled
 from kgopt.ops.registry import OPS, dims, dims_by_group, record, record_public
@@ -71,7 +71,7 @@ def _norm_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     ctx.options = groups, eps, act
     y, mean, rstd = output
     # ReLU's slope follows from what it gave, which PyTorch keeps, too; others' from the sum, computed again.
-    kept = y if act == "relu" else None if act == "none" else residual
+    kept = None if act == "none" else y if follows_from_result(act) else residual
     ctx.save_for_backward(x, weight, bias, mean, rstd, kept)
 
 
@@ -79,7 +79,7 @@ def _norm_add_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, mean, rstd, kept = ctx.saved_tensors
     groups, eps, act = ctx.options
     if act != "none":
-        if act != "relu":
+        if not follows_from_result(act):
             kept = _group_norm_add(x, kept, groups, weight, bias, eps, "none")
         dy = activation_backward(dy, kept, act)
         del kept  # what was computed for it is gone before dx is there

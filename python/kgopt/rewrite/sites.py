@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kgopt import _scale_shift
 from kgopt import ops as ops
-from kgopt._layout import as_channels_last
+from kgopt._layout import as_channels_last, is_dense_channels_last
 from kgopt.rewrite import carry, channels, maps, originals, policy, recompute, spared, watching
 from kgopt.rewrite.arguments import channels_of, conv_args, fits, is_plain, keeps_format, norm_args, slope_of
 from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, PRELU, Chain
