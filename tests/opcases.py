@@ -44,6 +44,7 @@ def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=
         ("group_norm_fwd", (x3, 2, g4, b4, 1e-5, "none", "relu"), {}),
         ("group_norm_add", (x2, dy, 2, g4, b4, 1e-5, "silu"), {}),
         ("group_norm_add_fwd", (x2, dy, 2, g4, b4, 1e-5, "relu"), {}),
+        ("group_norm_add", (x3, x3.detach().roll(1), 2, g4, b4, 1e-5, "leaky_relu"), {}),
         ("group_norm_prelu", (x2, rand(4), 2, g4, b4, 1e-5, dy), {}),
         ("group_norm_prelu", (x3, rand(1), 2, g4, b4), {}),
         ("group_norm_prelu_fwd", (x3, rand(4), 2, g4, b4), {}),

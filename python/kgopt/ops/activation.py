@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,16 +21,6 @@ _ATEN = torch.ops.aten
 activation_backward = in_backward("activation_backward")  # as nodes call it
 # Derivatives for which the result spares evaluating the function again. On CUDA it is reading that takes the time.
 _FROM_RESULT = {"tanh": _ATEN.tanh_backward, "sigmoid": _ATEN.sigmoid_backward}
-
-
-@functools.lru_cache(1024)
-def follows_from_result(act: str) -> bool:
-    """Whether the slope is that of the result: of ReLU, and of LeakyReLU, which keeps the sign where its slope may."""
-    chain = _acts.parse(act)
-    if len(chain) != 1:
-        return False
-    ((name, parameters),) = chain
-    return name == "relu" or (name == "leaky_relu" and parameters[0] >= 0)
 
 
 def _setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
