@@ -393,7 +393,8 @@ struct ColumnBlock {
       }
       finish_values<Chain::kNone>(p, to, input, p.streaming_stores, v);
     } else {
-      finish_values<Traits::kAct, true>(p, to, input, residual, p.streaming_stores, v);
+      extend<Traits::kAct>(p, to, residual, v);
+      finish_values<Traits::kAct, true, false>(p, to, input, p.streaming_stores, v);
     }
   }
   // What the residual has for a chunk of which `left` vectors are there, of y from `to` on.

@@ -297,12 +297,12 @@ __device__ __forceinline__ float extended(const GroupNormFwdArgs& p, const T* to
   return out;
 }
 
-// PReLU, activation, x, store, with `streaming` or its policy; before them the residual. `input` is x again, as it was.
-// With kScaled, as finish_chain.
-template <Chain kAct, bool kScaled = false, typename T, int kVec, typename Streaming>
+// Residual, PReLU, activation, x, store, with `streaming` or its policy. `input` is x again, as it was. With kScaled,
+// as finish_chain. Without kExtends neither residual nor PReLU: kernels that are given none, or have done it.
+template <Chain kAct, bool kScaled = false, bool kExtends = true, typename T, int kVec, typename Streaming>
 __device__ __forceinline__ void finish_values(const GroupNormFwdArgs& p, T* to, const Vec<T, kVec>& input,
-                                              const Vec<T, kVec>& residual, Streaming streaming, float (&out)[kVec]) {
-  extend<kAct>(p, to, residual, out);
+                                              Streaming streaming, float (&out)[kVec]) {
+  if constexpr (kExtends) extend<kAct>(p, to, out);
   finish_chain<kAct, T, kScaled>(floored(p.act), out);
   if (p.add_input) {
     float x[kVec];
@@ -311,11 +311,6 @@ __device__ __forceinline__ void finish_values(const GroupNormFwdArgs& p, T* to, 
     for (int j = 0; j < kVec; ++j) out[j] += x[j];
   }
   store_values<T, kVec>(to, out, streaming);
-}
-template <Chain kAct, bool kScaled = false, typename T, int kVec, typename Streaming>
-__device__ __forceinline__ void finish_values(const GroupNormFwdArgs& p, T* to, const Vec<T, kVec>& input,
-                                              Streaming streaming, float (&out)[kVec]) {
-  finish_values<kAct, kScaled>(p, to, input, residual_of<kAct>(p, to), streaming, out);
 }
 
 }  // namespace kgopt
