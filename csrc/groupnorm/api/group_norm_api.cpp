@@ -28,10 +28,10 @@ bool normalize_on_chip(const char* op, const Tensor& x, const GroupNormDims& d, 
   return true;
 }
 
-// What the choice of a family takes a PReLU for: of one slope two lines, as leaky ReLU; else one that is walked.
-ActChain planned_as(const PReluSlopes& slopes) {
+// What the choice of a family takes a PReLU for.
+ActChain leaky_relu() {
   ActChain chain;
-  chain.codes[chain.length++] = static_cast<uint8_t>(slopes.by_channel() ? Act::kElu : Act::kLeakyRelu);
+  chain.codes[chain.length++] = static_cast<uint8_t>(Act::kLeakyRelu);
   return chain;
 }
 
@@ -47,7 +47,7 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
   if (given) s = allocate_statistics(x, d, false);
   const NormChoice choice = choose_group_norm(
       norm_plan_input(op, x, {x.const_data_ptr(), y.const_data_ptr(), residual ? residual : x.const_data_ptr()}, d,
-                      /*backward=*/false, pre_act, slopes.data ? planned_as(slopes) : act, residual || slopes.data));
+                      /*backward=*/false, pre_act, slopes.data ? leaky_relu() : act, residual || slopes.data));
   GroupNormFwdArgs a;
   a.x = x.const_data_ptr();
   a.y = y.mutable_data_ptr();

@@ -10,7 +10,7 @@
 
 namespace kgopt {
 
-template <typename T_, Chain kPre_, Chain kAct_, int kHeld_>
+template <typename T_, Chain kPre_, Chain kAct_, int kHeld_, bool kExtends_ = false>
 struct ColumnTraits {
   using T = T_;
   static constexpr Chain kPre = kPre_, kAct = kAct_;
@@ -18,6 +18,7 @@ struct ColumnTraits {
   // Values of 16 bits lose nothing where the mean is part of the shift: their own rounding is coarser.
   static constexpr bool kFolds = sizeof(T) == 2 && (kPre == Chain::kNone || kPre == Chain::kRelu);
   static constexpr int kHeld = kHeld_;  // chunks in registers
+  static constexpr bool kExtends = kExtends_;  // there may be a residual or a PReLU
 };
 
 // Shared memory after the slots.
@@ -348,8 +349,8 @@ struct ColumnBlock {
     return kVec == 4 ? channel : channel % kVec * (d.affines / kVec) + channel / kVec;
   }
 
-  // Residual and PReLU, whose slopes are as LeakyReLU's, of each channel. Chunks in registers leave none for them.
-  static constexpr bool kIsLeaky = Traits::kAct == Chain::kLeakyRelu, kHasSlopes = kIsLeaky && kHeld == 0;
+  // A PReLU's slopes are as LeakyReLU's, of each channel.
+  static constexpr bool kHasSlopes = Traits::kExtends && Traits::kAct == Chain::kLeakyRelu;
   struct Coefficients {
     float mean[kFolds ? 1 : kVec], scale[kVec], shift[kVec], slope[kHasSlopes ? kVec : 1];
   };
@@ -383,23 +384,23 @@ struct ColumnBlock {
       if constexpr (!kFolds) v[j] -= c.mean[j];
       v[j] = v[j] * c.scale[j] + c.shift[j];
     }
-    if constexpr (kIsLeaky) {
-      const FlooredChain act = floored(p.act);
-      if constexpr (kHasSlopes) add_residual<Traits::kAct>(p, residual, v);
+    if constexpr (kHasSlopes) {
+      const float floor = floored(p.act).floor;
+      add_residual<Traits::kAct>(p, residual, v);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        v[j] = fast_max(v[j], act.floor);
-        v[j] = v[j] > 0.f ? v[j] : v[j] * (kHasSlopes ? c.slope[j] : act.slope);
+        v[j] = fast_max(v[j], floor);
+        v[j] = v[j] > 0.f ? v[j] : v[j] * c.slope[j];
       }
       finish_values<Chain::kNone>(p, to, input, p.streaming_stores, v);
     } else {
-      extend<Traits::kAct>(p, to, residual, v);
+      if constexpr (Traits::kExtends) extend<Traits::kAct>(p, to, residual, v);
       finish_values<Traits::kAct, true, false>(p, to, input, p.streaming_stores, v);
     }
   }
   // What the residual has for a chunk of which `left` vectors are there, of y from `to` on.
   __device__ __forceinline__ void load_residual(const T* to, uint32_t left, Vec<T, kVec> (&residual)[kPasses]) const {
-    if constexpr (kMayExtend<Traits::kAct> && kHeld == 0) {
+    if constexpr (Traits::kExtends) {
 #pragma unroll
       for (int k = 0; k < kPasses; ++k) {
         if (k < left) residual[k] = residual_of<Traits::kAct>(p, to + k * step);
