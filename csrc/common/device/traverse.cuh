@@ -507,14 +507,13 @@ __global__ void __launch_bounds__(kTraverseThreads, kReduceBlocks<R, kSize>)
   if (begin + thread < head) add_one(begin + thread);
   if (body + thread < end) add_one(body + thread);
   for (int64_t at = head + int64_t(thread) * kSize; at < body; at += int64_t(kTraverseUnroll) * kThreads * kSize) {
-    Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll], third[kTraverseUnroll];
+    Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
 #pragma unroll
     for (int u = 0; u < kTraverseUnroll; ++u) {
       const int64_t i = at + int64_t(u) * kThreads * kSize;
       if (i < body) {
         x[u] = load_vec<T, kSize>(a.x + i);
         if (R::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + i);
-        third[u] = third_of<kSize>(a.r, i);
       }
     }
 #pragma unroll
@@ -525,7 +524,7 @@ __global__ void __launch_bounds__(kTraverseThreads, kReduceBlocks<R, kSize>)
         Acc xs[kSize], seconds[kSize];
         unpack(x[u], xs);
         unpack(R::kInputs == 2 ? second[u] : x[u], seconds);
-        add_to(a.r, same(state), same(coef), xs, seconds, i, third[u]);
+        add_to(a.r, same(state), same(coef), xs, seconds, i, third_of<kSize>(a.r, i));
       }
     }
   }

@@ -53,8 +53,7 @@ inline GroupNormDims check_group_norm(const char* op, const Tensor& x, int64_t n
 // The same of a forward. PyTorch normalizes an empty batch and refuses tensors without channels or positions; which of
 // them depends on its version, so ATen is asked.
 inline GroupNormDims check_group_norm_forward(const char* op, const Tensor& x, int64_t num_groups,
-                                              const OptTensor& weight, const OptTensor& bias,
-                                              bool by_sample = false) {
+                                              const OptTensor& weight, const OptTensor& bias, bool by_sample = false) {
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, by_sample);
   if (d.numel() == 0) call_aten("aten::group_norm", "", x, num_groups, OptTensor(), OptTensor(), 1e-5, true);
   return d;

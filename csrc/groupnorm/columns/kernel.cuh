@@ -17,7 +17,7 @@ struct ColumnTraits {
   static constexpr int kVec = kVecSize<T>;
   // Values of 16 bits lose nothing where the mean is part of the shift: their own rounding is coarser.
   static constexpr bool kFolds = sizeof(T) == 2 && (kPre == Chain::kNone || kPre == Chain::kRelu);
-  static constexpr int kHeld = kHeld_;  // chunks in registers
+  static constexpr int kHeld = kHeld_;         // chunks in registers
   static constexpr bool kExtends = kExtends_;  // there may be a residual or a PReLU
 };
 

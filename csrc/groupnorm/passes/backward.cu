@@ -158,8 +158,8 @@ inline constexpr int kGradientChannelsLog2 = 3, kGradientChannels = 1 << kGradie
 
 // What is left of two passes over x, in one launch. The first N * G blocks have a group each: channel sums over the
 // slices, the group's two terms, and its rows for dx. The others have a few channels of all samples, or with parameters
-// by sample a few of one: dweight and dbias. `width` threads have a channel each, and blockDim / width walk over its sums, so that neighbours read
-// neighbours.
+// by sample a few of one: dweight and dbias. `width` threads have a channel each, and blockDim / width walk over its
+// sums, so that neighbours read neighbours.
 template <typename Acc>
 __global__ void __launch_bounds__(kMergeThreads)
     group_norm_passes_bwd_merge_kernel(const __grid_constant__ GroupNormPassesBwdParams p, int width_log2) {

@@ -19,8 +19,8 @@ struct NormTraits {
 };
 
 // launch(NormTraits()) with p's dtype and chains. The kernels on chip have none for float64. Without kLeaky, LeakyReLU
-// takes the instance for any chain: of small tensors launches are the most part. A residual or a PReLU takes LeakyReLU's
-// instance, which computes none and ReLU as well (common/device/floor.cuh), or the one for any chain.
+// takes the instance for any chain: of small tensors launches are the most part. A residual or a PReLU takes
+// LeakyReLU's instance, which computes none and ReLU as well (common/device/floor.cuh), or the one for any chain.
 template <bool kLeaky = true, typename Params, typename Launch>
 Status dispatch_norm(const char* kernel, const Params& p, Launch launch) {
   const auto with_type = [&](auto zero) {
