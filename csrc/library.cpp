@@ -60,6 +60,16 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "group_norm_maps(Tensor x, Tensor? moments, Tensor scale, Tensor shift, int num_groups, Tensor? weight=None, "
       "Tensor? bias=None, float eps=1e-5, str act=\"none\") -> Tensor");
+  // With weight and bias of each sample, [N, C].
+  m.def(
+      "group_norm_by_sample(Tensor x, Tensor weight, Tensor bias, int num_groups, float eps=1e-5, str act=\"none\") "
+      "-> Tensor");
+  m.def(
+      "group_norm_by_sample_fwd(Tensor x, Tensor weight, Tensor bias, int num_groups, float eps=1e-5, "
+      "str act=\"none\") -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "group_norm_by_sample_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor bias, "
+      "int num_groups, str act=\"none\") -> (Tensor, Tensor, Tensor)");
   // act(group_norm(x) + residual).
   m.def(
       "group_norm_add(Tensor x, Tensor residual, int num_groups, Tensor? weight=None, Tensor? bias=None, "

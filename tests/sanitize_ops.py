@@ -104,6 +104,11 @@ def add_case(name: str, x: torch.Tensor, groups: int) -> None:
     run(f"group_norm_prelu {name}", x, slope[:1].clone(), call=lambda x, s: ops.group_norm_prelu(x, s, groups))
     prelu_of_sum = lambda x, s, r: ops.group_norm_prelu(x, s, groups, residual=r)  # noqa: E731
     run(f"group_norm_prelu by channel {name}", x, slope, x.detach().clone(), call=prelu_of_sum)
+    affine = tensor(2, *x.shape[:2], dtype=x.dtype)
+    by_sample = lambda x, w, b: ops.group_norm_by_sample(x, w, b, groups, act="silu")  # noqa: E731
+    run(f"group_norm_by_sample {name}", x, *affine, call=by_sample)
+    leaky = lambda x, r: ops.group_norm_add(x, r, groups, act="leaky_relu")  # noqa: E731
+    run(f"group_norm_add, leaky {name}", x, x.detach().clone(), call=leaky)
     run(f"group_norm_add {name}", x, x.detach().clone(), call=lambda x, r: ops.group_norm_add(x, r, groups, act="relu"))
 
 

@@ -278,6 +278,18 @@ inline Chain chain_kind(const ActChain& chain) {
 
 KGOPT_HD bool is_one(const ActChain& chain, Act act) { return chain.length == 1 && chain.at(0) == act; }
 KGOPT_HD bool is_leaky_relu(const ActChain& chain) { return is_one(chain, Act::kLeakyRelu); }
+// The chain as ReLU where it is one by another name: then kernels need not walk it. Of a clamp from 0 on the values are
+// ReLU's, while its gradient is another one at NaN and infinity.
+inline ActChain as_relu(ActChain chain, bool backward) {
+  if (chain.length != 1) return chain;
+  const ActStep<double> f = chain.step<double>(0);
+  const bool is_clamp = (f.act == Act::kClamp || f.act == Act::kHardtanh) && f.a == 0 && f.b == INFINITY;
+  if ((f.act == Act::kThreshold && f.a == 0 && f.b == 0) || (is_clamp && !backward)) {
+    chain = ActChain();
+    chain.codes[chain.length++] = static_cast<uint8_t>(Act::kRelu);
+  }
+  return chain;
+}
 // The kind of a chain behind a norm, for kernels that know LeakyReLU.
 inline Chain norm_chain_kind(const ActChain& chain) {
   return is_leaky_relu(chain) ? Chain::kLeakyRelu : chain_kind(chain);

@@ -69,6 +69,15 @@ inline NormChoice choose_group_norm(const NormPlanInput& in) {
     return choice;
   };
 
+  if (in.dims.by_sample) {
+    for (const char*& why : choice.why_not) why = "it has one weight and one bias a channel";
+    const ColumnPlan columns = plan_group_norm_columns(in);
+    choice.why_not_of(NormFamily::kColumns) = columns.refusal;
+    choice.why_not_of(NormFamily::kPasses) = nullptr;
+    if (!columns.refusal) return take(columns);
+    return choice;
+  }
+
   const SmallPlan small = plan_group_norm_small(in);
   // Forward's clusters go element by element: vectors of columns come first.
   const bool small_shared = !small.refusal && !in.backward() && small.shares.blocks_log2 > 0;

@@ -14,8 +14,12 @@ struct GroupNormDims {
   int64_t n = 0, c = 0, s = 0, g = 1;
   bool channels_last = false;
   Dtype dtype = Dtype::kFloat32;
+  bool by_sample = false;  // weight and bias are [N, C], as their gradients are; else [C]
 
   int64_t channels_per_group() const { return c / g; }
+  // Elements of weight and bias from sample to sample.
+  KGOPT_HD int64_t affine_stride() const { return by_sample ? c : 0; }
+  KGOPT_HD int64_t parameters() const { return by_sample ? n * c : c; }
   int64_t numel() const { return n * c * s; }
 };
 
@@ -52,6 +56,7 @@ struct GroupNormFwdArgs {
   bool is_extended = false;      // there is a residual or a PReLU: the kernels that take any chain look for both
   const void* weight = nullptr;  // [C] or null (ones)
   const void* bias = nullptr;    // [C] or null (zeros)
+  uint32_t affine_stride = 0;    // of weight and bias from sample to sample; of columns alone other than 0
   Dtype affine_dtype = Dtype::kFloat32, dtype = Dtype::kFloat32;
   ActChain pre_act, act;
   bool add_input = false;
@@ -109,6 +114,7 @@ struct GroupStatsFinalizeParams {
   void* table = nullptr;         // [N, C] of (mean, rstd, weight, bias), or null
   const void* weight = nullptr;  // [C] or null (ones)
   const void* bias = nullptr;    // [C] or null (zeros)
+  int64_t affine_stride = 0;     // of the two from sample to sample: 0 or C
   Dtype affine_dtype = Dtype::kFloat32;
   const int* only = nullptr;  // [N]: the samples that are wanted; null: all
 };
@@ -139,6 +145,7 @@ struct AffineSource {
   const void* rstd = nullptr;    // [N, G]
   const void* weight = nullptr;  // [C] or null (ones)
   const void* bias = nullptr;    // [C] or null (zeros)
+  int64_t affine_stride = 0;     // of the two from sample to sample: 0 or C
   Dtype affine_dtype = Dtype::kFloat32;
   int64_t c = 0, g = 1;
 };
@@ -186,8 +193,8 @@ struct GroupNormPassesBwdParams {
   int64_t turns = 1;         // positions that are walked as one; a multiple of it is slices
   void* rows = nullptr;      // [N, C] of GradientRow, from the merge
   void* dx = nullptr;
-  void* dweight = nullptr;               // [C]
-  void* dbias = nullptr;                 // [C]
+  void* dweight = nullptr;               // [C], or with dims.by_sample [N, C]
+  void* dbias = nullptr;                 // of the same sizes
   Dtype affine_dtype = Dtype::kFloat32;  // of dweight and dbias
 };
 

@@ -19,6 +19,7 @@ struct NormPlanInput {
 
   // The activations around the norm.
   bool long_chain = false;  // they are walked at run time
+  bool extended = false;    // a residual or a PReLU stands in front of the one behind the norm
   bool plain = true;        // none in front of the norm, and behind it none, ReLU or SiLU
   bool holds = true;        // they leave registers for chunks
 
@@ -30,8 +31,8 @@ struct NormPlanInput {
   int64_t smem_per_sm = 228 << 10;  // of a multiprocessor
 
   bool backward() const { return tensors == 2; }
-  // `extended`: a residual or a PReLU stands between the norm and `act`, for which the kernels for any chain look.
-  void set_activations(const ActChain& pre, const ActChain& act, bool extended = false) {
+  void set_activations(const ActChain& pre, const ActChain& act, bool with_more = false) {
+    extended = with_more;
     const Chain pre_kind = chain_kind(pre), kind = norm_chain_kind(act);
     long_chain = extended ? !(pre.empty() && (act.empty() || is_two_lines(act))) : !is_compiled_in(pre, act);
     plain = pre_kind == Chain::kNone && chain_kind(act) != Chain::kAny && !extended;

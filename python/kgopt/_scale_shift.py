@@ -4,8 +4,8 @@
 (Dhariwal and Nichol 2021), FiLM (Perez et al. 2018). The two new parameters are tiny, ``[N, C]``. And a contiguous
 ``[N, C, *]`` with G groups is a ``[1, N * C, *]`` with N * G groups, each channel of which has parameters of its own.
 So the op, its activations, its residual and its backward serve, and autograd takes their gradients through the tiny
-tensors to weight, bias, factor and shift. This file is the one place that knows it: kernels with a stride of
-parameters over samples would take :func:`folded` as it is and leave :func:`by_sample` out.
+tensors to weight, bias, factor and shift. This file is the one place that knows it. In other layouts there is no such
+view: there group_norm_by_sample takes the two parameters as they are (:func:`for_each_sample`).
 """
 
 from __future__ import annotations
@@ -100,6 +100,20 @@ def arranged(
     if count == 1:
         return x, num_groups, w, b
     return by_sample(x), count * num_groups, w, b
+
+
+def for_each_sample(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    factor: Tensor | None,
+    shift: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Weight and bias of each sample, ``[N, C]``, where several rows are given."""
+    w, b = folded(x, weight, bias, factor, shift)
+    dtype, sizes = torch.float64 if x.dtype == torch.float64 else torch.float32, [x.shape[0], x.shape[1]]
+    w = torch.ones(sizes, dtype=dtype, device=x.device) if w is None else w.reshape(sizes)
+    return w, torch.zeros(sizes, dtype=dtype, device=x.device) if b is None else b.reshape(sizes)
 
 
 def slopes(slope: Tensor, x: Tensor, u: Tensor) -> Tensor:

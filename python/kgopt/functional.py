@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt import ops as ops
-from kgopt._scale_shift import arranged, by_sample, is_number, rows, slopes
+from kgopt._scale_shift import arranged, by_sample, for_each_sample, is_number, rows, slopes
 
 Ints = int | Sequence[int]
 
@@ -33,6 +33,7 @@ _conv_lse = ops.from_python("conv2d_group_norm_tanh_hardswish_residual_logsumexp
 _conv_add = ops.from_python("conv_add")
 _group_norm = ops.from_python("group_norm")
 _group_norm_add = ops.from_python("group_norm_add")
+_group_norm_by_sample = ops.from_python("group_norm_by_sample")
 _group_norm_conv = ops.from_python("group_norm_conv")
 _group_norm_prelu = ops.from_python("group_norm_prelu")
 _group_norm_mean = ops.from_python("group_norm_mean")
@@ -209,7 +210,7 @@ def group_norm(
     ``residual`` has x's shape, dtype and device. ``scale`` and ``shift`` are ``[N, C]`` or ``[1, C]``, perhaps with
     dims of size 1 behind, of any floating dtype: AdaGN (Dhariwal and Nichol 2021), FiLM (Perez et al. 2018). What is
     made of them, ``weight`` and ``bias`` is fp32 (fp64 for fp64 x). The result has x's dtype and layout. Where samples
-    differ in scale or shift, scale, shift, residual and act are passes of their own for x that is not contiguous.
+    differ in scale or shift, residual and PReLU are passes of their own for x that is not contiguous.
     """
     if scale is not None or shift is not None:
         return _scaled_group_norm(x, num_groups, weight, bias, eps, act, residual, slope, scale, shift)
@@ -282,17 +283,17 @@ def _scaled_group_norm(
         r = None if residual is None else by_sample(residual)
         slope = None if slope is None else slopes(slope, x, u)
         return _one_group_norm(u, groups, w, b, eps, act, r, slope).reshape(x.shape)
-    y = _one_group_norm(x, num_groups, weight, bias, eps, "none", None, None)
-    sizes = [-1, channels] + [1] * (x.dim() - 2)
-    if factor is not None:  # contiguous, or its strides may decide where a dim of size 1 goes in the result
-        y = y * factor.reshape(sizes).to(y.dtype).contiguous()
-    if shift is not None:
-        y = y + shift.reshape(sizes).to(y.dtype).contiguous()
+    factors, shifts = for_each_sample(x, weight, bias, factor, shift)
+    fused = "none" if residual is not None or act == "prelu" else act
+    if torch.jit.is_scripting():
+        y = torch.ops.kgopt.group_norm_by_sample(x, factors, shifts, num_groups, eps, fused)
+    else:
+        y = _group_norm_by_sample(x, factors, shifts, num_groups, eps, fused)
     if residual is not None:
         y = y + residual
     if act == "prelu" and slope is not None:
         return F.prelu(y, slope.to(y.dtype))
-    return y if act == "none" else activation(y, act)
+    return y if act == fused else activation(y, act)
 
 
 def _check_per_sample(name: str, t: Tensor | None, x: Tensor) -> None:

@@ -296,6 +296,15 @@ def enlarged(map: Tensor, x: Tensor) -> Tensor:
     return map
 
 
+def group_norm_by_sample_ref(
+    x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float = 1e-5, act: str = "none"
+) -> Tensor:
+    """``act(GroupNorm(x) * weight + bias)`` with ``[N, C]`` of weight and bias."""
+    sizes = [*x.shape[:2], *[1] * (x.dim() - 2)]
+    y = F.group_norm(x, num_groups, None, None, eps) * weight.reshape(sizes) + bias.reshape(sizes)
+    return activation_ref(y, act).to(x.dtype)
+
+
 def group_norm_maps_ref(
     x: Tensor,
     scale: Tensor,

@@ -9,14 +9,15 @@ namespace kgopt {
 // num_groups and the affine parameters against `channels` channels of x's dtype and device. eps may be any number, as
 // in PyTorch: NaN comes of one that is below the variance's negative.
 inline void check_group_norm_affine(const char* op, const Tensor& x, int64_t channels, int64_t num_groups,
-                                    const OptTensor& weight, const OptTensor& bias) {
+                                    const OptTensor& weight, const OptTensor& bias, bool by_sample = false) {
   KGOPT_CHECK(num_groups >= 1 && channels % num_groups == 0, op, ": num_groups is ", num_groups,
               ", expected a positive divisor of C = ", channels);
   auto check = [&](const char* arg, const OptTensor& t) {
     if (!t) return;
     check_same_device(op, arg, *t, x);
-    KGOPT_CHECK(t->dim() == 1 && t->size(0) == channels, op, ": ", arg, " has shape ", shape_string(*t), ", expected [",
-                channels, "]");
+    const IntArray expected = by_sample ? IntArray{x.size(0), channels} : IntArray{channels};
+    KGOPT_CHECK(sizes_of(*t) == expected, op, ": ", arg, " has shape ", shape_string(*t), ", expected ",
+                list_string(expected));
     const bool mixed = t->scalar_type() == ScalarType::Float && x.scalar_type() != ScalarType::Double;
     KGOPT_CHECK(t->scalar_type() == x.scalar_type() || mixed, op, ": ", arg, " has dtype ",
                 scalar_type_name(t->scalar_type()), ", expected ", scalar_type_name(x.scalar_type()),
@@ -33,7 +34,8 @@ inline void check_group_norm_affine(const char* op, const Tensor& x, int64_t cha
 
 // [N, C, *] as [N, C, S]; channels_last inputs keep their layout.
 inline GroupNormDims check_group_norm(const char* op, const Tensor& x, int64_t num_groups,
-                                      const OptTensor& weight = std::nullopt, const OptTensor& bias = std::nullopt) {
+                                      const OptTensor& weight = std::nullopt, const OptTensor& bias = std::nullopt,
+                                      bool by_sample = false) {
   KGOPT_CHECK(x.dim() >= 2, op, ": x has shape ", shape_string(x), ", expected at least 2 dimensions [N, C, ...]");
   GroupNormDims d;
   d.dtype = check_dtype(op, "x", x);
@@ -43,15 +45,16 @@ inline GroupNormDims check_group_norm(const char* op, const Tensor& x, int64_t n
   for (int64_t i = 2; i < x.dim(); ++i) d.s *= x.size(i);
   d.g = num_groups;
   d.channels_last = is_channels_last(x);
-  check_group_norm_affine(op, x, d.c, num_groups, weight, bias);
+  d.by_sample = by_sample;
+  check_group_norm_affine(op, x, d.c, num_groups, weight, bias, by_sample);
   return d;
 }
 
 // The same of a forward. PyTorch normalizes an empty batch and refuses tensors without channels or positions; which of
 // them depends on its version, so ATen is asked.
 inline GroupNormDims check_group_norm_forward(const char* op, const Tensor& x, int64_t num_groups,
-                                              const OptTensor& weight, const OptTensor& bias) {
-  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
+                                              const OptTensor& weight, const OptTensor& bias, bool by_sample = false) {
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, by_sample);
   if (d.numel() == 0) call_aten("aten::group_norm", "", x, num_groups, OptTensor(), OptTensor(), 1e-5, true);
   return d;
 }

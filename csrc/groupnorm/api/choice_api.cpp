@@ -38,7 +38,7 @@ std::string explain_group_norm(Tensor x, int64_t num_groups, std::string act, st
   const char* const op = "explain_group_norm";
   GroupNormDims d = check_group_norm(op, x, num_groups);
   if (channels_last) d.channels_last = *channels_last && x.dim() > 2;
-  const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act, "pre_act");
+  const ActChain act_chain = as_relu(check_act(op, act), backward), pre_chain = check_act(op, pre_act, "pre_act");
   if (d.numel() == 0) return "nothing: x has no elements";
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const NormPlanInput in = norm_plan_input(op, x, {x.const_data_ptr()}, d, backward, pre_chain, act_chain);

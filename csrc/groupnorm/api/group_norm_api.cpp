@@ -28,25 +28,26 @@ bool normalize_on_chip(const char* op, const Tensor& x, const GroupNormDims& d, 
   return true;
 }
 
-// What the choice of a family takes a PReLU for: of one slope two lines, as leaky ReLU; else one that is walked.
-ActChain planned_as(const PReluSlopes& slopes) {
+// What the choice of a family takes a PReLU for.
+ActChain leaky_relu() {
   ActChain chain;
-  chain.codes[chain.length++] = static_cast<uint8_t>(slopes.by_channel() ? Act::kElu : Act::kLeakyRelu);
+  chain.codes[chain.length++] = static_cast<uint8_t>(Act::kLeakyRelu);
   return chain;
 }
 
 // Statistics of dense x, then y = act(PReLU(GroupNorm(pre_act(x)) + residual)) (+ x) in the same layout; y may be x.
 // With slopes there is no act. Without `given`, the statistics serve this call alone and are not returned.
 Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, const GroupNormDims& d,
-                          const OptTensor& weight, const OptTensor& bias, double eps, const ActChain& act,
+                          const OptTensor& weight, const OptTensor& bias, double eps, const ActChain& given_act,
                           const ActChain& pre_act, bool add_input = false, bool given = true,
                           const void* residual = nullptr, const PReluSlopes& slopes = {}) {
+  const ActChain act = as_relu(given_act, /*backward=*/false);
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   Statistics s;
   if (given) s = allocate_statistics(x, d, false);
   const NormChoice choice = choose_group_norm(
       norm_plan_input(op, x, {x.const_data_ptr(), y.const_data_ptr(), residual ? residual : x.const_data_ptr()}, d,
-                      /*backward=*/false, pre_act, slopes.data ? planned_as(slopes) : act, residual || slopes.data));
+                      /*backward=*/false, pre_act, slopes.data ? leaky_relu() : act, residual || slopes.data));
   GroupNormFwdArgs a;
   a.x = x.const_data_ptr();
   a.y = y.mutable_data_ptr();
@@ -55,6 +56,7 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
   a.is_extended = residual || slopes.data;
   a.weight = data_or_null(w);
   a.bias = data_or_null(b);
+  a.affine_stride = static_cast<uint32_t>(d.affine_stride());
   a.affine_dtype = affine_dtype(op, w, b);
   a.dtype = d.dtype;
   a.pre_act = pre_act;
@@ -129,6 +131,22 @@ Tensor group_norm(Tensor x, int64_t num_groups, OptTensor weight, OptTensor bias
   return std::get<0>(normalize_new(op, x, d, weight, bias, eps, chain, ActChain(), std::nullopt, false));
 }
 
+std::tuple<Tensor, Tensor, Tensor> by_sample(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                             int64_t num_groups, double eps, const std::string& act, bool given) {
+  const char* const op = "group_norm_by_sample";
+  const GroupNormDims d = check_group_norm_forward(op, x, num_groups, weight, bias, true);
+  return normalize_new(op, x, d, weight, bias, eps, check_act(op, act), ActChain(), std::nullopt, given);
+}
+
+Tensor group_norm_by_sample(Tensor x, Tensor weight, Tensor bias, int64_t num_groups, double eps, std::string act) {
+  return std::get<0>(by_sample(x, weight, bias, num_groups, eps, act, false));
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_by_sample_fwd(Tensor x, Tensor weight, Tensor bias, int64_t num_groups,
+                                                            double eps, std::string act) {
+  return by_sample(x, weight, bias, num_groups, eps, act, true);
+}
+
 std::tuple<Tensor, Tensor, Tensor> add(const Tensor& x, const Tensor& residual, int64_t num_groups,
                                        const OptTensor& weight, const OptTensor& bias, double eps,
                                        const std::string& act, bool given) {
@@ -174,6 +192,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_prelu_fwd(Tensor x, Tensor slope, 
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("group_norm", TORCH_BOX(&kgopt::group_norm));
   m.impl("group_norm_fwd", TORCH_BOX(&kgopt::group_norm_fwd_cuda));
+  m.impl("group_norm_by_sample", TORCH_BOX(&kgopt::group_norm_by_sample));
+  m.impl("group_norm_by_sample_fwd", TORCH_BOX(&kgopt::group_norm_by_sample_fwd));
   m.impl("group_norm_add", TORCH_BOX(&kgopt::group_norm_add));
   m.impl("group_norm_add_fwd", TORCH_BOX(&kgopt::group_norm_add_fwd));
   m.impl("group_norm_prelu", TORCH_BOX(&kgopt::group_norm_prelu));

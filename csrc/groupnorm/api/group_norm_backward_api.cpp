@@ -9,7 +9,8 @@ using torch::stable::accelerator::DeviceGuard;
 std::tuple<Tensor, Tensor> allocate_affine_gradients(const Tensor& x, const GroupNormDims& d, const OptTensor& weight,
                                                      const OptTensor& bias) {
   const ScalarType type = affine_type(x, weight, bias);
-  Tensor dweight = empty_like_shape(x, {d.c}, type), dbias = empty_like_shape(x, {d.c}, type);
+  const IntArray sizes = d.by_sample ? IntArray{d.n, d.c} : IntArray{d.c};
+  Tensor dweight = empty_like_shape(x, sizes, type), dbias = empty_like_shape(x, sizes, type);
   if (d.numel() == 0) {
     torch::stable::zero_(dweight);
     torch::stable::zero_(dbias);
@@ -36,6 +37,7 @@ void prepare_backward_passes(const char* op, const Tensor& x, const Tensor& mean
   t.rstd = rstd.const_data_ptr();
   t.weight = data_or_null(weight);
   t.bias = data_or_null(bias);
+  t.affine_stride = d.affine_stride();
   t.affine_dtype = affine_dtype(op, weight, bias);
   t.c = d.c;
   t.g = d.g;
@@ -121,13 +123,13 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(const char* op, const Tensor& x,
   return gradients;
 }
 
-std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd,
-                                                       int64_t num_groups, OptTensor weight, OptTensor bias,
-                                                       std::string act, std::string pre_act) {
-  const char* const op = "group_norm_backward";
-  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
+std::tuple<Tensor, Tensor, Tensor> backward_of(const char* op, const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                               const Tensor& rstd, int64_t num_groups, const OptTensor& weight,
+                                               const OptTensor& bias, const std::string& act,
+                                               const std::string& pre_act, bool by_sample) {
+  const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias, by_sample);
   GroupNormPassesBwdParams p;
-  p.act = check_act(op, act);
+  p.act = as_relu(check_act(op, act), /*backward=*/true);
   p.pre_act = check_act(op, pre_act, "pre_act");
   check_like(op, "dy", dy, x);
   check_group_statistics(op, mean, rstd, x, d);
@@ -137,6 +139,18 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tens
   p.x = dense.const_data_ptr();
   p.dy = dense_dy.const_data_ptr();
   return run_backward(op, x, d, weight, bias, mean, rstd, p);
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd,
+                                                       int64_t num_groups, OptTensor weight, OptTensor bias,
+                                                       std::string act, std::string pre_act) {
+  return backward_of("group_norm_backward", dy, x, mean, rstd, num_groups, weight, bias, act, pre_act, false);
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_by_sample_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd,
+                                                                 Tensor weight, Tensor bias, int64_t num_groups,
+                                                                 std::string act) {
+  return backward_of("group_norm_by_sample_backward", dy, x, mean, rstd, num_groups, weight, bias, act, "none", true);
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_norm_mean_backward(Tensor dout, Tensor x, Tensor channel_mean, Tensor mean,
@@ -160,5 +174,6 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_mean_backward(Tensor dout, Tensor 
 
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CUDA, m) {
   m.impl("group_norm_backward", TORCH_BOX(&kgopt::group_norm_backward));
+  m.impl("group_norm_by_sample_backward", TORCH_BOX(&kgopt::group_norm_by_sample_backward));
   m.impl("group_norm_mean_backward", TORCH_BOX(&kgopt::group_norm_mean_backward));
 }

@@ -35,6 +35,7 @@ void compute_statistics(const char* op, const Tensor& x, const GroupNormDims& d,
   f.table = with_table ? workspace->at<void>(table_at) : nullptr;
   f.weight = data_or_null(weight);
   f.bias = data_or_null(bias);
+  f.affine_stride = d.affine_stride();
   f.affine_dtype = affine_dtype(op, weight, bias);
   raise_on_error(op, run_group_stats_finalize(f, stream_of(x), data_or_null(shift),
                                               shift ? check_dtype(op, "bias", *shift) : Dtype::kFloat32));

@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using T = typename Traits::T;
   constexpr int kVec = Traits::kVec, kPasses = kClusterPasses;
+  constexpr bool kExtends = Traits::kAct == Chain::kAny;
   extern __shared__ __align__(128) char memory[];
   __shared__ ShareBarriers barriers;
   const int tid = threadIdx.x, lane = tid % 32, threads = blockDim.x, warps = threads / 32;
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
       } else {
         scale_shift_across(v, mean, rstd, column[u], share.s, row[u], [&](uint32_t r) { return table[r]; });
       }
-      finish_values<Traits::kAct>(p, y + slot * kVec, input, p.streaming_stores, v);
+      finish_values<Traits::kAct, false, kExtends>(p, y + slot * kVec, input, p.streaming_stores, v);
     }
   };
   for (int base = 0; base < share.hi; base += step) {
@@ -197,7 +198,8 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
     uint32_t column;
     const uint32_t row = share.row_of(edge, &column);
     const float2 c = table[minor ? column : row];
-    const float z = extended<Traits::kAct>(p, y + edge, (edge_value - mean) * (c.x * rstd) + c.y);
+    float z = (edge_value - mean) * (c.x * rstd) + c.y;
+    if constexpr (kExtends) z = extended<Traits::kAct>(p, y + edge, z);
     const float out = apply_chain<Traits::kAct>(floored(p.act), z);
     y[edge] = from_acc<T>(p.add_input ? out + to_acc(x[edge]) : out);
   }
@@ -242,6 +244,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 128   ? (kHold > 4 ? 5 :
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using T = typename Traits::T;
   constexpr int kVec = Traits::kVec, kWarps = kThreads / 32;
+  constexpr bool kExtends = Traits::kAct == Chain::kAny;
   extern __shared__ __align__(16) float4 entries[];
   __shared__ uint64_t exchanged;
   const int tid = threadIdx.x, lane = tid % 32;
@@ -326,7 +329,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 128   ? (kHold > 4 ? 5 :
       } else {
         scale_vector(v, share, minor, slot, mean, rstd, table);
       }
-      finish_values<Traits::kAct>(p, y + slot * kVec, input[u], policy, v);
+      finish_values<Traits::kAct, false, kExtends>(p, y + slot * kVec, input[u], policy, v);
     }
   };
   // Where no vector is in two channels, a third of the instructions, which come from memory as x does.
@@ -339,7 +342,8 @@ __global__ void __launch_bounds__(kThreads, kThreads == 128   ? (kHold > 4 ? 5 :
     uint32_t column;
     const uint32_t row = share.row_of(edge, &column);
     const float2 c = table[minor ? column : row];
-    const float z = extended<Traits::kAct>(p, y + edge, (edge_value - mean) * (c.x * rstd) + c.y);
+    float z = (edge_value - mean) * (c.x * rstd) + c.y;
+    if constexpr (kExtends) z = extended<Traits::kAct>(p, y + edge, z);
     const float out = apply_chain<Traits::kAct>(floored(p.act), z);
     y[edge] = from_acc<T>(p.add_input ? out + to_acc(edge_input) : out);
   }
@@ -348,6 +352,10 @@ __global__ void __launch_bounds__(kThreads, kThreads == 128   ? (kHold > 4 ? 5 :
 
 template <typename Traits>
 Status launch(Traits, const GroupNormClusterFwdParams& p, const ClusterPlan& plan, cudaStream_t stream) {
+  // LeakyReLU's instances have no registers for a residual.
+  if constexpr (Traits::kAct == Chain::kLeakyRelu) {
+    if (p.is_extended) return launch(NormTraits<typename Traits::T, Chain::kAny, Chain::kAny>(), p, plan, stream);
+  }
   if (plan.hold == 0) {
     return launch_clusters("group_norm_cluster_fwd_kernel", group_norm_cluster_fwd_kernel<Traits>, p, plan, stream);
   }

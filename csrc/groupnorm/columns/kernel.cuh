@@ -10,14 +10,15 @@
 
 namespace kgopt {
 
-template <typename T_, Chain kPre_, Chain kAct_, int kHeld_>
+template <typename T_, Chain kPre_, Chain kAct_, int kHeld_, bool kExtends_ = false>
 struct ColumnTraits {
   using T = T_;
   static constexpr Chain kPre = kPre_, kAct = kAct_;
   static constexpr int kVec = kVecSize<T>;
   // Values of 16 bits lose nothing where the mean is part of the shift: their own rounding is coarser.
   static constexpr bool kFolds = sizeof(T) == 2 && (kPre == Chain::kNone || kPre == Chain::kRelu);
-  static constexpr int kHeld = kHeld_;  // chunks in registers
+  static constexpr int kHeld = kHeld_;         // chunks in registers
+  static constexpr bool kExtends = kExtends_;  // there may be a residual or a PReLU
 };
 
 // Shared memory after the slots.
@@ -348,8 +349,10 @@ struct ColumnBlock {
     return kVec == 4 ? channel : channel % kVec * (d.affines / kVec) + channel / kVec;
   }
 
+  // A PReLU's slopes are as LeakyReLU's, of each channel.
+  static constexpr bool kHasSlopes = Traits::kExtends && Traits::kAct == Chain::kLeakyRelu;
   struct Coefficients {
-    float mean[kFolds ? 1 : kVec], scale[kVec], shift[kVec];
+    float mean[kFolds ? 1 : kVec], scale[kVec], shift[kVec], slope[kHasSlopes ? kVec : 1];
   };
   __device__ __forceinline__ Coefficients coefficients(uint32_t u) const {
     constexpr float kScale = kFinishScale<Traits::kAct, T>;
@@ -362,10 +365,18 @@ struct ColumnBlock {
       c.scale[j] = affine.x * s.y * kScale;
       c.shift[j] = kFolds ? bias - s.x * c.scale[j] : bias;
       if constexpr (!kFolds) c.mean[j] = s.x;
+      if constexpr (kHasSlopes) {
+        c.slope[j] = floored(p.act).slope;
+        if (p.slopes.data) {
+          const int64_t slope = p.slopes.by_channel() ? int64_t(part(u)) * d.channels + channel : 0;
+          c.slope[j] = slope_at<T>(p.slopes, slope);
+        }
+      }
     }
     return c;
   }
-  __device__ __forceinline__ void normalize(const Coefficients& c, T* to, const Vec<T, kVec>& input) const {
+  __device__ __forceinline__ void normalize(const Coefficients& c, T* to, const Vec<T, kVec>& input,
+                                            const Vec<T, kVec>& residual) const {
     float v[kVec];
     values_of<Traits::kPre>(input, p.pre_act, v);
 #pragma unroll
@@ -373,7 +384,28 @@ struct ColumnBlock {
       if constexpr (!kFolds) v[j] -= c.mean[j];
       v[j] = v[j] * c.scale[j] + c.shift[j];
     }
-    finish_values<Traits::kAct, true>(p, to, input, p.streaming_stores, v);
+    if constexpr (kHasSlopes) {
+      const float floor = floored(p.act).floor;
+      add_residual<Traits::kAct>(p, residual, v);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        v[j] = fast_max(v[j], floor);
+        v[j] = v[j] > 0.f ? v[j] : v[j] * c.slope[j];
+      }
+      finish_values<Chain::kNone>(p, to, input, p.streaming_stores, v);
+    } else {
+      if constexpr (Traits::kExtends) extend<Traits::kAct>(p, to, residual, v);
+      finish_values<Traits::kAct, true, false>(p, to, input, p.streaming_stores, v);
+    }
+  }
+  // What the residual has for a chunk of which `left` vectors are there, of y from `to` on.
+  __device__ __forceinline__ void load_residual(const T* to, uint32_t left, Vec<T, kVec> (&residual)[kPasses]) const {
+    if constexpr (Traits::kExtends) {
+#pragma unroll
+      for (int k = 0; k < kPasses; ++k) {
+        if (k < left) residual[k] = residual_of<Traits::kAct>(p, to + k * step);
+      }
+    }
   }
   // Chunk t, in `slot`; then that slot's next load, chunk next_t from `next` on, if there is one.
   __device__ __forceinline__ void normalize_chunk(const Coefficients& c, int64_t first, uint32_t slot, uint32_t t,
@@ -381,11 +413,12 @@ struct ColumnBlock {
     const uint32_t to = address(slot), left = left_of(t), next_left = loads ? left_of(next_t) : 0;
     T* const y = static_cast<T*>(p.y) + first + int64_t(t * kPasses) * step;
     const T* const x = static_cast<const T*>(p.x) + next + int64_t(next_t * kPasses) * step;
-    Vec<T, kVec> input[kPasses];
+    Vec<T, kVec> input[kPasses], residual[kPasses];
+    load_residual(y, left, residual);
     take_chunk(slot, left, input);
 #pragma unroll
     for (int k = 0; k < kPasses; ++k) {
-      if (k < left) normalize(c, y + k * step, input[k]);
+      if (k < left) normalize(c, y + k * step, input[k], residual[k]);
       if (k < next_left) load(x + k * step, to + k * d.pass_bytes);
     }
   }
@@ -404,7 +437,7 @@ struct ColumnBlock {
   // What a warp needs to normalize slab u. All threads.
   __device__ __forceinline__ Coefficients coefficients_of(uint32_t u) const {
     // The parameters are asked for now and stored after the wait for the other blocks.
-    const uint32_t channel0 = part(u) * d.channels;
+    const uint32_t channel0 = part(u) * d.channels + d.by_slabs_per_sample(slab(u)) * p.affine_stride;
     float2 affine = affine_of(p.weight, p.bias, channel0 + min(tid, d.channels - 1), p.affine_dtype);
     await(u, tid, blockDim.x);
     for (uint32_t c = tid; c < d.channels;) {
@@ -524,7 +557,7 @@ struct ColumnBlock {
         T* const y = static_cast<T*>(p.y) + first + int64_t(h * kPasses) * step;
 #pragma unroll
         for (int k = 0; k < kPasses; ++k) {
-          if (k < left_of(h)) normalize(c, y + k * step, held[h][k]);
+          if (k < left_of(h)) normalize(c, y + k * step, held[h][k], {});
         }
       }
     }

@@ -207,6 +207,7 @@ inline ColumnPlan plan_group_norm_columns(const NormPlanInput& in) {
   if (!in.aligned) return refuse("x or y does not start at a multiple of 16 bytes");
   const int64_t bytes = d.numel() * dtype_size(d.dtype), limit = int64_t(1) << 30;
   if (d.s >= limit || d.c >= (1 << 20) || d.n * d.g >= limit) return refuse("over 2^30 positions or groups");
+  if (d.by_sample && d.n * d.c >= limit) return refuse("over 2^30 parameters");
   if (in.tensors == 1 && bytes < kColumnSmallTensor && set_column_clusters(in, &plan)) return plan;
   if (in.long_chain) return refuse("slow activations need more warps than fit beside x");
   if (bytes / d.n < kColumnLeastSlab) return refuse("a sample is below 256 KB: two passes are faster");

@@ -161,9 +161,9 @@ __device__ __forceinline__ void sum_over_walkers(TwoSums<Acc>& v, int width_log2
 inline constexpr int kGradientChannelsLog2 = 3, kGradientChannels = 1 << kGradientChannelsLog2, kGradientThreads = 256;
 
 // What is left of two passes over x, in one launch. The first N * G blocks have a group each: channel sums over the
-// slices, the group's two terms, and its rows for dx. The others have a few channels of all samples: dweight and
-// dbias. `width` threads have a channel each, and blockDim / width walk over its sums, so that neighbours read
-// neighbours.
+// slices, the group's two terms, and its rows for dx. The others have a few channels of all samples, or with parameters
+// by sample a few of one: dweight and dbias. `width` threads have a channel each, and blockDim / width walk over its
+// sums, so that neighbours read neighbours.
 template <typename Acc>
 __global__ void __launch_bounds__(kMergeThreads)
     group_norm_passes_bwd_merge_kernel(const __grid_constant__ GroupNormPassesBwdParams p, int width_log2) {
@@ -191,10 +191,12 @@ __global__ void __launch_bounds__(kMergeThreads)
   const TwoSums<Acc>* const partials = static_cast<const TwoSums<Acc>*>(p.partial_sums);
   if (block >= groups) {
     const int64_t c = ((block - groups) << kGradientChannelsLog2) + (tid & (kGradientChannels - 1));
+    const int64_t count = d.parameters(), sample = d.by_sample ? c / d.c : 0;
     TwoSums<Acc> sum;
-    if (c < d.c) sum = add_up(partials + c, d.n * p.slices, kGradientChannelsLog2);
-    sum_over_walkers(sum, kGradientChannelsLog2, d.n * p.slices, shared);
-    if (tid >= kGradientChannels || c >= d.c) return;
+    const int64_t rows = d.by_sample ? p.slices : d.n * p.slices;
+    if (c < count) sum = add_up(partials + sample * p.slices * d.c + (c - sample * d.c), rows, kGradientChannelsLog2);
+    sum_over_walkers(sum, kGradientChannelsLog2, rows, shared);
+    if (tid >= kGradientChannels || c >= count) return;
     store_as(p.dweight, c, p.affine_dtype, sum.dz_xhat);
     store_as(p.dbias, c, p.affine_dtype, sum.dz);
     return;
@@ -321,7 +323,7 @@ Status launch_merge(const GroupNormPassesBwdParams& p, cudaStream_t stream) {
   int threads = std::max(64, 1 << width_log2);
   while (threads < kMergeThreads && threads < (p.slices << width_log2) / 2) threads *= 2;
   while (threads < kGradientThreads && threads < p.dims.n * p.slices * 2) threads *= 2;
-  const int64_t blocks = p.dims.n * p.dims.g + (p.dims.c + kGradientChannels - 1) / kGradientChannels;
+  const int64_t blocks = p.dims.n * p.dims.g + (p.dims.parameters() + kGradientChannels - 1) / kGradientChannels;
   const char* const name = "group_norm_passes_bwd_merge_kernel";
   if (blocks > 0x7fffffff) return Status::Unsupported(name, "x has too many groups for one launch");
   return launch_after<group_norm_passes_bwd_merge_kernel<Acc>>(true, name, static_cast<unsigned>(blocks), threads,

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(256) group_stats_finalize_kernel(const __grid_
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t slices = p.partials.slices, channels = p.c / p.g;
   const auto parameter = [&](const void* values, int64_t i, Acc none) {
-    return values ? load_as<Acc>(values, group * channels + i, p.affine_dtype) : none;
+    return values ? load_as<Acc>(values, n * p.affine_stride + group * channels + i, p.affine_dtype) : none;
   };
   // The kernel ahead writes none of these, and those ahead of it have ended.
   constexpr int kAhead = 4;

@@ -174,7 +174,6 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
       if constexpr (!kFolds) v[j] -= c.mean[j];
       v[j] = v[j] * c.scale[j] + c.shift[j];
     }
-    extend<Traits::kAct>(p, to, v);
     finish_chain<Traits::kAct, T>(floored(p.act), v);
     if constexpr (kAddInput) {
       float x[kVec];
@@ -248,15 +247,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 template <typename T, Chain kPre, Chain kAct>
 Status launch(NormTraits<T, kPre, kAct>, const GroupNormRowsFwdParams& p, const RowPlan& plan, cudaStream_t stream) {
-  // Calls that walk a chain leave no registers.
-  if constexpr (kPre != Chain::kAny && kAct != Chain::kAny) {
+  if constexpr (kAct == Chain::kAny) {
+    return Status::Unsupported(kName, "the plan refuses chains that are walked");
+  } else {
     if (p.shares.summers == kRowFewSummers) {
       using Traits = RowTraits<T, kPre, kAct, 1, true>;
       return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, p, plan, stream);
     }
+    using Traits = RowTraits<T, kPre, kAct, 1, false>;
+    return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, p, plan, stream);
   }
-  using Traits = RowTraits<T, kPre, kAct, 1, false>;
-  return launch_columns(kName, group_norm_rows_fwd_kernel<Traits>, Traits::kThreads, p, plan, stream);
 }
 
 }  // namespace

@@ -21,8 +21,8 @@ __device__ __forceinline__ AffineRow<Acc> make_affine_row(const AffineSource& p,
   const auto load = [&](auto zero) {
     using T = decltype(zero);
     T own_weight = zero, own_bias = zero;
-    if (p.weight) own_weight = static_cast<const T*>(p.weight)[c];
-    if (p.bias) own_bias = static_cast<const T*>(p.bias)[c];
+    if (p.weight) own_weight = static_cast<const T*>(p.weight)[n * p.affine_stride + c];
+    if (p.bias) own_bias = static_cast<const T*>(p.bias)[n * p.affine_stride + c];
     if (p.weight) weight = static_cast<Acc>(to_acc(own_weight));
     if (p.bias) bias = static_cast<Acc>(to_acc(own_bias));
   };

@@ -19,7 +19,8 @@ struct NormTraits {
 };
 
 // launch(NormTraits()) with p's dtype and chains. The kernels on chip have none for float64. Without kLeaky, LeakyReLU
-// takes the instance for any chain: of small tensors launches are the most part.
+// takes the instance for any chain: of small tensors launches are the most part. A residual or a PReLU takes
+// LeakyReLU's instance, which computes none and ReLU as well (common/device/floor.cuh), or the one for any chain.
 template <bool kLeaky = true, typename Params, typename Launch>
 Status dispatch_norm(const char* kernel, const Params& p, Launch launch) {
   const auto with_type = [&](auto zero) {
@@ -27,7 +28,11 @@ Status dispatch_norm(const char* kernel, const Params& p, Launch launch) {
     Status status;
     constexpr bool kForward = std::is_base_of_v<GroupNormFwdArgs, Params>;
     if constexpr (kForward) {
-      if (p.is_extended) return Status(launch(NormTraits<T, Chain::kAny, Chain::kAny>()));
+      if (p.is_extended) {
+        const bool is_floored = p.pre_act.empty() && (p.act.empty() || is_two_lines(p.act));
+        if (kLeaky && is_floored) return Status(launch(NormTraits<T, Chain::kNone, Chain::kLeakyRelu>()));
+        return Status(launch(NormTraits<T, Chain::kAny, Chain::kAny>()));
+      }
     }
     KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
       constexpr bool kFloored = kForward && kPre == Chain::kNone;

@@ -244,25 +244,47 @@ __device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], uint
                : "memory");
 }
 
-// The residual of what will be y's elements from `to` on, and a PReLU of the sum. Only the kernels for any chain are
-// given them.
+// Which instances are given a residual or a PReLU (dispatch_norm).
+template <Chain kAct>
+inline constexpr bool kMayExtend = kAct == Chain::kAny || kAct == Chain::kLeakyRelu;
+
+// The residual of what will be y's elements from `to` on, asked for ahead of its use; nothing that counts without one.
+template <Chain kAct, typename T, int kVec = kVecSize<T>>
+__device__ __forceinline__ Vec<T, kVec> residual_of(const GroupNormFwdArgs& p, const T* to) {
+  Vec<T, kVec> r{};
+  if constexpr (kMayExtend<kAct>) {
+    if (p.residual) r = load_vec<T, kVec>(static_cast<const T*>(p.residual) + (to - static_cast<const T*>(p.y)));
+  }
+  return r;
+}
+template <Chain kAct, typename T, int kVec>
+__device__ __forceinline__ void add_residual(const GroupNormFwdArgs& p, const Vec<T, kVec>& residual,
+                                             float (&out)[kVec]) {
+  if constexpr (kMayExtend<kAct>) {
+    if (!p.residual) return;
+    float r[kVec];
+    unpack(residual, r);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) out[j] += r[j];
+  }
+}
+// The residual, and a PReLU of the sum.
+template <Chain kAct, typename T, int kVec>
+__device__ __forceinline__ void extend(const GroupNormFwdArgs& p, const T* to, const Vec<T, kVec>& residual,
+                                       float (&out)[kVec]) {
+  if constexpr (kMayExtend<kAct>) {
+    if (!p.is_extended) return;
+    add_residual<kAct>(p, residual, out);
+    if (p.slopes.data) apply_prelu<T>(p.slopes, to - static_cast<const T*>(p.y), out);
+  }
+}
 template <Chain kAct, typename T, int kVec>
 __device__ __forceinline__ void extend(const GroupNormFwdArgs& p, const T* to, float (&out)[kVec]) {
-  if constexpr (kAct == Chain::kAny) {
-    if (!p.is_extended) return;
-    const int64_t at = to - static_cast<const T*>(p.y);
-    if (p.residual) {
-      float r[kVec];
-      unpack(load_vec<T, kVec>(static_cast<const T*>(p.residual) + at), r);
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) out[j] += r[j];
-    }
-    if (p.slopes.data) apply_prelu<T>(p.slopes, at, out);
-  }
+  extend<kAct>(p, to, residual_of<kAct>(p, to), out);
 }
 template <Chain kAct, typename T>
 __device__ __forceinline__ float extended(const GroupNormFwdArgs& p, const T* to, float out) {
-  if constexpr (kAct == Chain::kAny) {
+  if constexpr (kMayExtend<kAct>) {
     if (!p.is_extended) return out;
     const int64_t at = to - static_cast<const T*>(p.y);
     if (p.residual) out += to_acc(static_cast<const T*>(p.residual)[at]);
@@ -276,11 +298,11 @@ __device__ __forceinline__ float extended(const GroupNormFwdArgs& p, const T* to
 }
 
 // Residual, PReLU, activation, x, store, with `streaming` or its policy. `input` is x again, as it was. With kScaled,
-// as finish_chain.
-template <Chain kAct, bool kScaled = false, typename T, int kVec, typename Streaming>
+// as finish_chain. Without kExtends neither residual nor PReLU: kernels that are given none, or have done it.
+template <Chain kAct, bool kScaled = false, bool kExtends = true, typename T, int kVec, typename Streaming>
 __device__ __forceinline__ void finish_values(const GroupNormFwdArgs& p, T* to, const Vec<T, kVec>& input,
                                               Streaming streaming, float (&out)[kVec]) {
-  extend<kAct>(p, to, out);
+  if constexpr (kExtends) extend<kAct>(p, to, out);
   finish_chain<kAct, T, kScaled>(floored(p.act), out);
   if (p.add_input) {
     float x[kVec];

@@ -20,7 +20,7 @@ Status launch_with_traits(const GroupNormTilesFwdParams& p, const TilesPlan& pla
 template <typename T, Chain kPre, Chain kAct>
 Status launch(NormTraits<T, kPre, kAct>, const GroupNormTilesFwdParams& p, const TilesPlan& plan, cudaStream_t stream) {
   if constexpr (kAct != Chain::kAny) {  // chains that are walked have more warps in the holders' place
-    if (plan.holders > 0)
+    if (plan.holders > 0 && !p.is_extended)
       return launch_with_traits<GroupNormTilesFwdTraits<T, kPre, kAct, kTilesHolders, true>>(p, plan, stream);
     if (plan.collects) return launch_with_traits<GroupNormTilesFwdTraits<T, kPre, kAct, 0, true>>(p, plan, stream);
   }

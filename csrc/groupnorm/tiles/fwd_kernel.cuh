@@ -26,6 +26,7 @@ struct GroupNormTilesFwdTraits {
   static constexpr int kTileVectors = tile_vectors(1), kTileBytes = kTilesSlotBytes;
   static constexpr int kServantWarps = 4;
   static constexpr bool kCollects = kCollects_;
+  static constexpr bool kExtends = kMayExtend<kAct> && kHolders == 0;  // holders have no registers for a residual
   static constexpr bool kScales = kHolders == 0;  // with holders, the short way for SiLU was not measured
   // Normalizing takes longer than the statistics, most of all with slow activations. Holders leave room for fewer
   // warps: 896 threads have 72 registers each.
@@ -47,6 +48,7 @@ struct __align__(16) FwdTile {
   uint32_t channel0;  // of vector lo
   uint32_t column0;
   float weight, bias;  // of channel0
+  float slope;         // of its PReLU
   bool is_full;        // no vector is another group's
   bool is_one;         // all of channel0
 };
@@ -100,6 +102,9 @@ struct FwdBlock
     const float2 coefficients = affine(d->channel0);
     d->weight = coefficients.x;
     d->bias = coefficients.y;
+    if constexpr (Traits::kExtends) {
+      if (p.slopes.data) d->slope = slope_at<T>(p.slopes, p.slopes.by_channel() ? d->channel0 : 0);
+    }
   }
   __device__ __forceinline__ void start_load(const Tile& t, const FwdTile& d) const {
     const uint32_t k = slot_of(t);
@@ -109,6 +114,10 @@ struct FwdBlock
       barrier_expect_bytes(&s.loaded[k], vectors * 16);
       bulk_load(slot(t) + d.lo * 16, static_cast<const T*>(p.x) + (d.base + d.lo) * kVec, vectors * 16, &s.loaded[k],
                 evict_normal_policy());
+      // What the normalizers ask for later is in L2 by then.
+      if constexpr (Traits::kExtends) {
+        if (p.residual) bulk_prefetch(static_cast<const T*>(p.residual) + (d.base + d.lo) * kVec, vectors * 16);
+      }
     } else {  // the other groups' heads need this tile
       barrier_arrive(&s.loaded[k]);
     }
@@ -295,9 +304,38 @@ struct FwdBlock
     return s.statistics[visit % kTilesVisits];
   }
 
+  // What the residual has for them.
+  template <int kPasses>
+  struct Residuals {
+    Vec<T, kVec> values[kPasses];
+  };
+  template <int kPasses>
+  __device__ __forceinline__ Residuals<kPasses> residuals_of(const FwdTile& d, int first, const T* to) const {
+    Residuals<kPasses> r{};
+    if constexpr (Traits::kExtends) {
+#pragma unroll
+      for (int k = 0; k < kPasses; ++k) {
+        const int v = first + k * 32;
+        if (v >= d.lo && v < d.hi) r.values[k] = residual_of<Traits::kAct>(p, to + k * 32 * kVec);
+      }
+    }
+    return r;
+  }
+  // Residual and PReLU of a vector of channel0 alone.
+  __device__ __forceinline__ void extend_one(const FwdTile& d, const Vec<T, kVec>& residual, float (&x)[kVec]) const {
+    if constexpr (Traits::kExtends) {
+      if (!p.is_extended) return;
+      add_residual<Traits::kAct>(p, residual, x);
+      if (!p.slopes.data) return;
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) x[j] = prelu(x[j], d.slope);
+    }
+  }
+
   // Vectors first + 32 * k, k < kPasses, that read(k) gives, to `to` + 32 * k vectors.
   template <int kPasses, typename Read>
-  __device__ __forceinline__ void normalize(const FwdTile& d, float2 statistics, int first, T* to, Read read) const {
+  __device__ __forceinline__ void normalize(const FwdTile& d, float2 statistics, int first, T* to,
+                                            const Residuals<kPasses>& residuals, Read read) const {
     const float mean = statistics.x, rstd = statistics.y;
     if (d.is_one && d.is_full) {
       const float scale = d.weight * rstd * kScale, shift = d.bias * kScale;
@@ -310,7 +348,7 @@ struct FwdBlock
           input[i] = read(k + i);
           values_of<Traits::kPre>(input[i], p.pre_act, x[i]);
           scale_shift(x[i], mean, scale, shift);
-          extend<Traits::kAct>(p, to + (k + i) * 32 * kVec, x[i]);
+          extend_one(d, residuals.values[k + i], x[i]);
         }
         walk(x);
 #pragma unroll
@@ -349,7 +387,7 @@ struct FwdBlock
           scale_shift_two(x[i], mean, rstd, column_of[u], length, d.channel0 + row_of[u],
                           [&](int64_t channel) { return scaled_affine(channel); });
         }
-        extend<Traits::kAct>(p, to + u * 32 * kVec, x[i]);
+        if constexpr (Traits::kExtends) extend<Traits::kAct>(p, to + u * 32 * kVec, residuals.values[u], x[i]);
       }
       if constexpr (kSet > 1) __syncwarp();  // all lanes are here
       walk(x);
@@ -389,7 +427,9 @@ struct FwdBlock
       barrier_wait(&s.loaded[k], parity);
       const FwdTile& d = s.tiles[k];
       const T* const data = from + k * (kTileVectors * kVec);
-      normalize<kPasses>(d, wait_statistics(d.visit), first, y + d.base * kVec,
+      T* const to = y + d.base * kVec;
+      const auto residuals = residuals_of<kPasses>(d, first, to);
+      normalize<kPasses>(d, wait_statistics(d.visit), first, to, residuals,
                          [&](int u) { return load_vec<T, kVec>(data + u * 32 * kVec); });
       __syncwarp();
       if (lane == 0) barrier_arrive(&s.freed[k]);
@@ -428,7 +468,7 @@ struct FwdBlock
       // In pieces, or the registers do not suffice.
 #pragma unroll
       for (int done = 0; done < kPasses; done += kPiece) {
-        normalize<kPiece>(d, statistics, first + done * 32, y + done * 32 * kVec,
+        normalize<kPiece>(d, statistics, first + done * 32, y + done * 32 * kVec, {},
                           [&](int k) { return data[done + k]; });
       }
     }

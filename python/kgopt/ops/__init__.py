@@ -10,6 +10,7 @@ from kgopt.ops import channel_norm as channel_norm
 from kgopt.ops import conv as conv
 from kgopt.ops import conv_gradients as conv_gradients
 from kgopt.ops import group_norm as group_norm
+from kgopt.ops import group_norm_by_sample as group_norm_by_sample
 from kgopt.ops import group_norm_maps as group_norm_maps
 from kgopt.ops import group_norm_prelu as group_norm_prelu
 from kgopt.ops import lse_backward as lse_backward

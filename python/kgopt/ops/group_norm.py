@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kgopt import reference
+from kgopt import _acts, reference
 from kgopt._layout import affine_dtype, as_x_lies, empty, empty_like, stats_dtype, wide
 from kgopt.ops.activation import activation_backward, chain_backward
 from kgopt.ops.autocast import cast, in_fp32
@@ -22,6 +23,7 @@ group_norm_backward = in_backward("group_norm_backward")
 group_norm_mean_backward = in_backward("group_norm_mean_backward")
 _group_stats_backward = in_backward("group_stats_backward")
 _group_stats, _group_norm_add = in_backward("group_stats"), in_backward("group_norm_add")
+_group_norm_prelu_backward = in_backward("group_norm_prelu_backward")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Results without values
@@ -75,10 +77,21 @@ def _norm_add_setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
     ctx.save_for_backward(x, weight, bias, mean, rstd, kept)
 
 
+@functools.lru_cache(1024)
+def _leaky_slope(act: str) -> float | None:
+    """That of a chain that is one LeakyReLU."""
+    chain = _acts.parse(act)
+    return chain[0].parameters[0] if len(chain) == 1 and chain[0].name == "leaky_relu" else None
+
+
 def _norm_add_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, mean, rstd, kept = ctx.saved_tensors
     groups, eps, act = ctx.options
-    if act != "none":
+    slope = _leaky_slope(act)
+    if slope is not None:  # a PReLU of that slope, whose gradient computes the sum as it goes
+        slopes = x.new_full([1], slope, dtype=stats_dtype(x))
+        dy, _ = _group_norm_prelu_backward(dy, x, mean, rstd, slopes, groups, weight, bias, kept)
+    elif act != "none":
         if act != "relu":
             kept = _group_norm_add(x, kept, groups, weight, bias, eps, "none")
         dy = activation_backward(dy, kept, act)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt import ops as ops
-from kgopt._scale_shift import arranged, is_number, rows, slopes
+from kgopt._scale_shift import arranged, for_each_sample, is_number, rows, slopes
 from kgopt.reference import torch_activation
 from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
 from kgopt.torch_private import without_autocast_on_cuda
@@ -167,17 +167,23 @@ def modulated_norm(
     *,
     group_norm: Any = _OPS.group_norm.default,
     group_norm_prelu: Any = _OPS.group_norm_prelu.default,
+    group_norm_by_sample: Any = _OPS.group_norm_by_sample.default,
 ) -> Tensor:
     """``act(GroupNorm(x) * factor + shift)``, where factor and shift are ``[1 or N, C, 1, ...]``.
 
-    Of several rows only for a contiguous x. ``slope`` is that of ``"prelu"``. Where a compiler does not know the number
-    of rows, what is behind the norm is the compiler's.
+    ``slope`` is that of ``"prelu"``, which has a pass of its own where several rows meet an x that is not contiguous.
+    Where a compiler does not know the number of rows, what is behind the norm is the compiler's.
     """
     if not is_number(rows(factor, shift)):
         y = group_norm(x, num_groups, weight, bias, eps)
         y = y if factor is None else y * factor
         y = y if shift is None else y + shift
         return torch_activation(y, act) if slope is None else F.prelu(y, slope)
+    if rows(factor, shift) > 1 and not x.is_contiguous():
+        w, b = for_each_sample(x, weight, bias, factor, shift)
+        if slope is None:
+            return group_norm_by_sample(x, w, b, num_groups, eps, act)  # type: ignore[no-any-return]
+        return F.prelu(group_norm_by_sample(x, w, b, num_groups, eps, "none"), slope)
     u, groups, w, b = arranged(x, num_groups, weight, bias, factor, shift)
     if slope is None:
         y = group_norm(u, groups, w, b, eps, act)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kgopt import _scale_shift
 from kgopt import ops as ops
-from kgopt._layout import as_channels_last
+from kgopt._layout import as_channels_last, is_dense_channels_last
 from kgopt.rewrite import carry, channels, maps, originals, policy, recompute, spared, watching
 from kgopt.rewrite.arguments import channels_of, conv_args, fits, is_plain, keeps_format, norm_args, slope_of
 from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, PRELU, Chain
@@ -404,10 +404,13 @@ class Site:
         """
         if not is_plain(operand) or operand.device != x.device or not _scale_shift.fits(operand, x):
             return False
-        # Samples' channels are seen as channels of one: not in channels_last, in which Inductor runs convolutions on a
-        # GPU and what is between them.
-        if operand.shape[0] != 1 and (not x.is_contiguous() or (x.is_cuda and x.dim() > 3 and _is_compiling())):
-            return False
+        # Samples' channels are seen as channels of one, and in channels_last a CUDA kernel takes parameters by sample.
+        # Inductor, which runs convolutions on a GPU and what is between them in channels_last, has its own code.
+        if operand.shape[0] != 1:
+            if x.is_cuda and x.dim() > 3 and _is_compiling():
+                return False
+            if not x.is_contiguous() and not (x.is_cuda and is_dense_channels_last(x)):
+                return False
         autocast = torch.is_autocast_enabled(x.device.type) and x.is_cuda
         if autocast and x.dtype is torch.float64:
             return False
@@ -536,7 +539,10 @@ _direct_group_norm_prelu = ops.direct("group_norm_prelu")
 _group_norm_prelu_from_python = ops.from_python("group_norm_prelu")
 _group_norm_add_from_python = ops.from_python("group_norm_add")
 _direct_modulated_norm = functools.partial(
-    modulated_norm, group_norm=ops.direct("group_norm"), group_norm_prelu=_direct_group_norm_prelu
+    modulated_norm,
+    group_norm=ops.direct("group_norm"),
+    group_norm_prelu=_direct_group_norm_prelu,
+    group_norm_by_sample=ops.direct("group_norm_by_sample"),
 )
 _group_norm_maps = ops.without_grad("group_norm_maps")
 _group_norm_moments = torch.ops.kgopt.group_norm_moments.default

@@ -50,6 +50,12 @@ def _scale_shift_draw(d: Draw) -> tuple[Tensors, Args]:
     return tensors, args
 
 
+def _sample_draw(d: Draw) -> tuple[Tensors, Args]:
+    shape, groups = d.norm_shape()
+    tensors = {"x": d.tensor(shape), **{name: d.tensor(shape[:2], plain=True) for name in AFFINE}}
+    return tensors, {"num_groups": groups, "eps": d.eps(), "act": d.act()}
+
+
 def _maps_draw(d: Draw) -> tuple[Tensors, Args]:
     tensors, args = norm_draw(least=4)(d)
     shape = tensors["x"]["shape"]
@@ -139,6 +145,11 @@ def _scaled(case: Case) -> str:
 
 def _preluded(case: Case) -> str:
     return f"{norm_text(case, 'eps', more=', slope')}, {name_of(case, 'residual')}"
+
+
+def _sampled(case: Case, *names: str) -> str:
+    a = case["args"]
+    return ", ".join(["x, weight, bias", *(repr(a[n]) for n in ("num_groups", *names))])
 
 
 def _channel_text(case: Case) -> str:
@@ -310,6 +321,34 @@ TARGETS = [
         ),
         ("functional",),
         grads=(*_INPUTS, "scale", "shift"),
+        wide=AFFINE,
+    ),
+    of_op(
+        "group_norm_by_sample",
+        5,
+        _sample_draw,
+        lambda case: _sampled(case, "eps", "act"),
+        lambda case: f"{REF}.group_norm_by_sample_ref({_sampled(case, 'eps', 'act')})",
+        autocast=True,
+        wide=AFFINE,
+    ),
+    of_op(
+        "group_norm_by_sample_fwd",
+        3,
+        _sample_draw,
+        lambda case: _sampled(case, "eps", "act"),
+        lambda case: _with_stats(f"{REF}.group_norm_by_sample_ref({_sampled(case, 'eps', 'act')})", case),
+        wide=AFFINE,
+    ),
+    of_op(
+        "group_norm_by_sample_backward",
+        3,
+        with_dy(_sample_draw),
+        lambda case: f"dy, x, mean, rstd, {_sampled(case, 'act').removeprefix('x, ')}",
+        lambda case: vjp_text(case, f"{REF}.group_norm_by_sample_ref({_sampled(case, 'eps', 'act')})", _INPUTS),
+        _INPUTS,
+        before=_stats_before,
+        grads=(),
         wide=AFFINE,
     ),
     Target(
