@@ -65,8 +65,7 @@ def read_version() -> str:
 
 def read_sources() -> dict[str, list[str]]:
     """The files of sources.txt by part, sorted, each once."""
-    parts: dict[str, set[str]] = {"module": set(), "api": set(), "kernels": set(), "one_ptx": set()}
-    parts |= {"hopper": set(), "linked": set()}
+    parts: dict[str, set[str]] = {"module": set(), "api": set(), "kernels": set(), "one_ptx": set(), "hopper": set()}
     for line in (ROOT / "sources.txt").read_text().splitlines():
         line = line.split("#")[0].strip()
         if line:
@@ -100,13 +99,6 @@ class Cuda:
                 return folder
         die(f"no {name} in {', '.join(map(str, folders))}: CUDA_HOME={self.home} is not a whole CUDA toolkit")
         raise AssertionError
-
-    @property
-    def can_pack(self) -> bool:
-        """Whether the build can pack a file's images itself. Without these tools nvcc's stay, which are larger."""
-        return shutil.which("objcopy") is not None and all(
-            (self.nvcc.parent / n).exists() for n in ("nvlink", "fatbinary")
-        )
 
     @property
     def version_text(self) -> str:
@@ -243,16 +235,13 @@ def from_hopper_on(flags: list[str]) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ compilation
 
 
-# Of a command whose images are packed again: nvcc keeps its intermediate files and prints its steps.
-PACK_AGAIN = ("--keep", "-v")
-# ptxas copies a function that is not inlined into each kernel that calls it. In code that is still to be linked it is
-# there once.
-TO_BE_LINKED = "--compile-only"
-
-
 def cpu_seconds_of_children() -> float:
     used = os.times()
     return used.children_user + used.children_system
+
+
+# Of a command that stores PTX: nvcc keeps its intermediate files and prints its steps.
+KEEP_PTX = ("--keep", "-v")
 
 
 class Compiler:
@@ -276,7 +265,7 @@ class Compiler:
         # left alone at the end, longest first by what each took last time.
         stale.sort(key=lambda s: (-self._last_seconds(objects[s]), s.endswith(".cu"), s))
         failed = []
-        cpu_before = cpu_seconds_of_children()
+        before = cpu_seconds_of_children()
         with concurrent.futures.ThreadPoolExecutor(self.jobs) as pool:
             futures = [pool.submit(self._compile_one, s, objects[s], commands[s]) for s in stale]
             for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
@@ -292,7 +281,7 @@ class Compiler:
         if failed:
             die(f"{', '.join(failed)} did not compile")
         if stale:
-            say(f"{len(stale)} files took {cpu_seconds_of_children() - cpu_before:.0f} CPU seconds")
+            say(f"{len(stale)} files took {cpu_seconds_of_children() - before:.0f} CPU seconds")
         return [str(o) for o in objects.values()]
 
     def _compile_one(self, source: str, obj: Path, command: list[str]) -> tuple[str, float, int, str]:
@@ -301,7 +290,10 @@ class Compiler:
         stamp.unlink(missing_ok=True)
         full = [*command, "-MD", "-MF", str(obj.with_suffix(".d")), "-c", source, "-o", str(obj)]
         start = time.monotonic()
-        code, output = self._compile_and_pack(full, obj) if PACK_AGAIN[0] in command else run(full)
+        if KEEP_PTX[0] in command:
+            code, output = self._compile_with_short_ptx(full, obj)
+        else:
+            code, output = run(full)
         seconds = time.monotonic() - start
         if code == 0:
             stamp.write_text(f"{seconds:.1f}\n{shlex.join(command)}\n")
@@ -310,13 +302,12 @@ class Compiler:
         return source, seconds, code, output.strip()
 
     @staticmethod
-    def _compile_and_pack(command: list[str], obj: Path) -> tuple[int, str]:
-        """Compiles, then puts smaller images in the place of nvcc's: PTX of less than half the bytes, linked code.
+    def _compile_with_short_ptx(command: list[str], obj: Path) -> tuple[int, str]:
+        """Compiles, then puts PTX of less than half the bytes in the place of nvcc's.
 
-        nvcc prints its commands. The one that packs the images runs again, of PTX that scripts/short_ptx.py rewrote and
-        of what nvlink makes of code that is to be linked.
+        nvcc prints its commands. The one that packs the images runs again, of PTX that scripts/short_ptx.py rewrote.
+        Without such a command or without objcopy nvcc's object stays, which is larger and nothing else.
         """
-        bin_folder = Path(command[0]).parent
         with tempfile.TemporaryDirectory() as folder:
             code, printed = run([*command, "--keep-dir", folder])
             steps = [line[3:] for line in printed.splitlines() if line.startswith("#$ ")]
@@ -324,20 +315,16 @@ class Compiler:
             if code != 0:
                 return code, output
             pack = next((shlex.split(step) for step in steps if step.startswith("fatbinary ")), None)
-            if pack is None:
-                return 1, f"nvcc -v prints no call of fatbinary\n{output}"
-            pack[0] = str(bin_folder / pack[0])
-            images = [re.match(r"--image3=kind=(\w+),sm=(\w+),file=(.+)", part) for part in pack]
-            ptx = [image[3] for image in images if image and image[1] == "ptx"]
-            packing = [[sys.executable, "scripts/short_ptx.py", *ptx]] if ptx else []
-            if f"-Xptxas={TO_BE_LINKED}" in command:
-                # The driver would take ptxas's options for PTX, too.
-                pack = [part.replace(TO_BE_LINKED, "") if part.startswith("--cmdline=") else part for part in pack]
-                for _, arch, cubin in (image.groups() for image in images if image and image[1] == "elf"):
-                    packing.append([str(bin_folder / "nvlink"), f"--arch=sm_{arch}", cubin, "-o", cubin + ".linked"])
-                    pack = [part.replace(cubin, cubin + ".linked") for part in pack]
+            if pack is None or shutil.which("objcopy") is None:
+                return 0, output
+            pack[0] = str(Path(command[0]).parent / pack[0])
+            ptx = [part.split("file=")[1] for part in pack if part.startswith("--image3=kind=ptx")]
             fatbin = next(part.split("=", 1)[1] for part in pack if part.startswith("--create="))
-            for step in (*packing, pack, ["objcopy", "--update-section", f".nv_fatbin={fatbin}", str(obj)]):
+            for step in (
+                [sys.executable, "scripts/short_ptx.py", *ptx],
+                pack,
+                ["objcopy", "--update-section", f".nv_fatbin={fatbin}", str(obj)],
+            ):
                 code, printed = run(step)
                 output += printed
                 if code != 0:
@@ -393,13 +380,8 @@ class KgoptBuildExt(build_ext):
                     gencode = shared_ptx(gencode)
                 elif source in ext.kgopt_parts["hopper"]:
                     gencode = from_hopper_on(gencode)
-                commands[source] = [*nvcc_command, *gencode]
-                if cuda.can_pack:
-                    is_linked = source in ext.kgopt_parts["linked"]
-                    if is_linked:
-                        commands[source].append(f"-Xptxas={TO_BE_LINKED}")
-                    if is_linked or any("code=compute_" in flag for flag in gencode):
-                        commands[source] += PACK_AGAIN
+                has_ptx = any("code=compute_" in flag for flag in gencode)
+                commands[source] = [*nvcc_command, *gencode, *(KEEP_PTX if has_ptx else ())]
         objects = Compiler(folder, jobs).compile(commands)
 
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@
 
 #include "common/device/dtype.cuh"
 #include "common/device/mma.cuh"
+#include "common/device/pointwise.cuh"
 #include "common/device/reduce.cuh"
 #include "conv3d/implicit_gemm/params.h"
 #include "conv3d/implicit_gemm/plan.h"
@@ -75,11 +76,6 @@ struct TileCursor {
     }
   }
 };
-
-// Out of line: inlined into an unrolled epilogue, every activation would be there once for each accumulator.
-static __device__ __noinline__ float act_value_call(Act act, float a, float b, float x) {
-  return act_value(ActStep<float>{act, a, b}, x);
-}
 
 // A regular convolution is a transposed one of a single class, whose outputs are one apart. Epilogues that store
 // nothing have no transposed ones.
@@ -431,7 +427,7 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
 #pragma unroll 1
               for (int k = 0; k < p.act.length; ++k) {
                 const ActStep<float> f = p.act.step<float>(k);
-                v = act_value_call(f.act, f.a, f.b, v);
+                v = any_act_values<1, false>(f.act, f.a, f.b, {{v}}).v[0];
               }
             }
             // Statistics are those of the stored tensor, as a GroupNorm that reads it would see it.
