@@ -13,7 +13,6 @@
 
 #include "common/device/dtype.cuh"
 #include "common/device/mma.cuh"
-#include "common/device/pointwise.cuh"
 #include "common/device/reduce.cuh"
 #include "conv3d/implicit_gemm/params.h"
 #include "conv3d/implicit_gemm/plan.h"
@@ -412,7 +411,6 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
     }
     if (kStore && stores) {
       Element* const y = static_cast<Element*>(p.y);
-      const bool relu = p.act.length == 1 && p.act.at(0) == Act::kRelu;
 #pragma unroll
       for (int nb = 0; nb < kNB; ++nb) {
 #pragma unroll
@@ -421,15 +419,7 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
           for (int i = 0; i < 4; ++i) {
             const int c = nb * 8 + t * 2 + (i & 1);
             float v = acc[mb][nb][i];
-            if (relu) {
-              v = v < 0.f ? 0.f : v;
-            } else if (!p.act.empty()) {
-#pragma unroll 1
-              for (int k = 0; k < p.act.length; ++k) {
-                const ActStep<float> f = p.act.step<float>(k);
-                v = any_act_values<1, false>(f.act, f.a, f.b, {{v}}).v[0];
-              }
-            }
+            if (p.relu) v = v < 0.f ? 0.f : v;
             // Statistics are those of the stored tensor, as a GroupNorm that reads it would see it.
             if (kStats) acc[mb][nb][i] = to_acc(from_acc<Element>(v));
             if (valid[mb][i >> 1] && c < c_valid) {
