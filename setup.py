@@ -235,6 +235,11 @@ def from_hopper_on(flags: list[str]) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ compilation
 
 
+def cpu_seconds_of_children() -> float:
+    used = os.times()
+    return used.children_user + used.children_system
+
+
 # Of a command that stores PTX: nvcc keeps its intermediate files and prints its steps.
 KEEP_PTX = ("--keep", "-v")
 
@@ -260,6 +265,7 @@ class Compiler:
         # left alone at the end, longest first by what each took last time.
         stale.sort(key=lambda s: (-self._last_seconds(objects[s]), s.endswith(".cu"), s))
         failed = []
+        before = cpu_seconds_of_children()
         with concurrent.futures.ThreadPoolExecutor(self.jobs) as pool:
             futures = [pool.submit(self._compile_one, s, objects[s], commands[s]) for s in stale]
             for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
@@ -274,6 +280,8 @@ class Compiler:
                     break
         if failed:
             die(f"{', '.join(failed)} did not compile")
+        if stale:
+            say(f"{len(stale)} files took {cpu_seconds_of_children() - before:.0f} CPU seconds")
         return [str(o) for o in objects.values()]
 
     def _compile_one(self, source: str, obj: Path, command: list[str]) -> tuple[str, float, int, str]:

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(256) channel_norm_planes_bwd_kernel(const __gr
   Acc* const row_x = static_cast<Acc*>(p.sums) + row * p.c;
   Acc* const row_1 = row_x + p.rows * p.c;
   Acc sum_x[kHeld] = {}, sum_1[kHeld] = {};
-  const Acc inverse = Acc(1) / static_cast<Acc>(p.c);
+  const Acc inverse = reciprocal_of_count(static_cast<Acc>(p.c));
 
   for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     own.move_to(tile);
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(128, kChain == Chain::kAny ? 2 : 3)
   Acc* const row_x = static_cast<Acc*>(p.sums) + row * p.c;
   Acc* const row_1 = row_x + p.rows * p.c;
   Acc sum_x[kHeld][kVec] = {}, sum_1[kHeld][kVec] = {};
-  const Acc inverse = Acc(1) / static_cast<Acc>(p.c);
+  const Acc inverse = reciprocal_of_count(static_cast<Acc>(p.c));
 
   for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     own.move_to(tile);

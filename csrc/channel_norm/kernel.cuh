@@ -9,6 +9,7 @@
 #include "common/device/dtype.cuh"
 #include "common/device/mma.cuh"
 #include "common/device/pointwise.cuh"
+#include "common/device/reduce.cuh"
 #include "common/host/launch.h"
 
 namespace kgopt {
@@ -65,9 +66,6 @@ struct PositionScale {
 __device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-__device__ __forceinline__ float reciprocal_root(float x) { return rsqrtf(x); }
-__device__ __forceinline__ double reciprocal_root(double x) { return 1 / sqrt(x); }
-
 // From the sum of the squares, or for `layer` those of x - mean: of them, and of the squares. The mean is corrected by
 // what its own rounding left.
 template <typename Acc>
@@ -76,14 +74,14 @@ __device__ __forceinline__ PositionScale<Acc> position_scale(const ChannelNormPa
   const Acc count = static_cast<Acc>(p.c), eps = static_cast<Acc>(p.eps);
   PositionScale<Acc> r;
   if (p.kind == ChannelNormKind::kL2) {
-    const Acc length = sqrt(sum_sq);
+    const Acc length = root(sum_sq);
     r.turns = !(length <= eps);
-    r.scale = sqrt(count) / (r.turns ? length : eps);
+    r.scale = quotient(root(count), r.turns ? length : eps);
   } else if (p.kind == ChannelNormKind::kRms) {
-    r.scale = reciprocal_root(sum_sq / count + eps);
+    r.scale = reciprocal_root(quotient(sum_sq, count) + eps);
   } else {
-    const Acc off = sum / count;
-    const Acc variance = sum_sq / count - off * off;
+    const Acc off = quotient(sum, count);
+    const Acc variance = quotient(sum_sq, count) - off * off;
     r.mean = mean + off;
     r.scale = reciprocal_root((variance < Acc(0) ? Acc(0) : variance) + eps);
   }
@@ -266,7 +264,8 @@ struct PlanesThread {
 #pragma unroll
         for (int j = 0; j < kVec; ++j) sum[0][j] += v[j];
       });
-      sum_over_block(sum, along, shared, [&](int i, const Acc(&of)[1]) { means[i] = of[0] / static_cast<Acc>(p.c); });
+      sum_over_block(sum, along, shared,
+                     [&](int i, const Acc(&of)[1]) { means[i] = quotient(of[0], static_cast<Acc>(p.c)); });
       Acc mean[kVec], sums[2][kVec] = {};
 #pragma unroll
       for (int j = 0; j < kVec; ++j) mean[j] = means[j * along + at];
@@ -353,7 +352,7 @@ struct PixelLane {
 #pragma unroll
         for (int j = 0; j < kVec; ++j) sum += v[j];
       });
-      mean = sum_over_lanes(sum, lanes) / static_cast<Acc>(p.c);
+      mean = quotient(sum_over_lanes(sum, lanes), static_cast<Acc>(p.c));
     }
     Acc sum = 0, sum_sq = 0;
     for_each(x, held, [&](int64_t, const Acc(&v)[kVec]) {

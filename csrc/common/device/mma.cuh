@@ -82,6 +82,17 @@ __device__ __forceinline__ void split_for_tf32(float x, uint32_t* hi, uint32_t* 
   *lo = __float_as_uint(x - __uint_as_float(*hi));
 }
 
+// Loads from shared memory.
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
 // The fragment A of 16 rows of 8 words: lane l names the 16-byte aligned first four words of row l % 16 (l < 16), or
 // the last four.
 __device__ __forceinline__ void load_matrices(uint32_t (&a)[4], uint32_t shared_address) {

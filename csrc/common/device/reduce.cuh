@@ -13,8 +13,24 @@ struct Moments {
   Acc mean = 0, m2 = 0, count = 0;
 };
 
+// Divisions by counts, which are far from 2^126, and roots of variances, without what IEEE rounding needs for numbers
+// that neither is: each kernel would have a copy of that.
 __device__ __forceinline__ double quotient(double a, double b) { return a / b; }
-__device__ __forceinline__ float quotient(float a, float b) { return __fdividef(a, b); }  // of counts: far from 2^126
+__device__ __forceinline__ float quotient(float a, float b) { return __fdividef(a, b); }
+__device__ __forceinline__ double root(double x) { return sqrt(x); }
+__device__ __forceinline__ float root(float x) {
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ double reciprocal_root(double x) { return 1 / sqrt(x); }
+__device__ __forceinline__ float reciprocal_root(float x) { return rsqrtf(x); }
+// Rounded as a division would, but for rare counts: a factor of many sums, whose error would add up.
+__device__ __forceinline__ double reciprocal_of_count(double n) { return 1 / n; }
+__device__ __forceinline__ float reciprocal_of_count(float n) {
+  const float r = __fdividef(1.f, n);
+  return fmaf(fmaf(-n, r, 1.f), r, r);
+}
 
 // An origin of sums: one value that is far from the others does not cost those their digits.
 __device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
@@ -44,8 +60,8 @@ struct ShiftedSums {
   __device__ __forceinline__ Moments<Acc> moments(Acc count) const {
     Moments<Acc> m;
     if (count == Acc(0)) return m;
-    m.mean = shift + sum / count;
-    m.m2 = sum_sq - sum * sum / count;
+    m.mean = shift + quotient(sum, count);
+    m.m2 = sum_sq - quotient(sum * sum, count);
     if (m.m2 < Acc(0)) m.m2 = 0;
     m.count = count;
     return m;

@@ -177,21 +177,38 @@ Tensor conv_few_dgrad(const char* op, const Tensor& dy, const Tensor& x, const T
   return dx;
 }
 
+// Fields of FewWgradParams and of FewMarchParams: what they read of x, and where dweight and dbias go.
+template <typename Params>
+void set_x_and_dweight(Params* p, const Tensor& x, const Tensor& dweight, const std::optional<Tensor>& dbias,
+                       const ConvShape& shape) {
+  p->x = x.const_data_ptr();
+  planar_strides(x, shape.rank, &p->x_stride_n, &p->x_stride_c, p->x_stride);
+  p->c_in = static_cast<int>(shape.c_in);
+  p->c_out = static_cast<int>(shape.c_out);
+  std::copy(shape.in, shape.in + 3, p->in);
+  std::copy(shape.out, shape.out + 3, p->out);
+  p->dw = dweight.mutable_data_ptr();
+  p->dw_stride_out = dweight.stride(0);
+  p->dw_stride_in = dweight.stride(1);
+  spatial_strides(dweight, shape.rank, p->dw_stride_k);
+  p->dbias = dbias ? dbias->mutable_data_ptr() : nullptr;
+}
+// And those of the convolution that is computed again. `weight` is of x's type.
+template <typename Params>
+void set_weight(const char* op, Params* p, const Tensor& weight, const OptTensor& bias, const ConvShape& shape) {
+  p->weight = weight.const_data_ptr();
+  p->w_stride_out = weight.stride(0);
+  p->w_stride_in = weight.stride(1);
+  spatial_strides(weight, shape.rank, p->w_stride_k);
+  p->bias = data_or_null(bias);
+  p->bias_dtype = bias ? check_dtype(op, "bias", *bias) : Dtype::kFloat32;
+}
+
 // But for dy and the partial sums.
 FewWgradParams few_wgrad_params(const char* op, const Tensor& x, const Tensor& dweight,
                                 const std::optional<Tensor>& dbias, const ConvShape& shape, const FewWgradPlan& plan) {
   FewWgradParams p{};
-  p.x = x.const_data_ptr();
-  planar_strides(x, shape.rank, &p.x_stride_n, &p.x_stride_c, p.x_stride);
-  p.c_in = static_cast<int>(shape.c_in);
-  p.c_out = static_cast<int>(shape.c_out);
-  std::copy(shape.in, shape.in + 3, p.in);
-  std::copy(shape.out, shape.out + 3, p.out);
-  p.dw = dweight.mutable_data_ptr();
-  p.dw_stride_out = dweight.stride(0);
-  p.dw_stride_in = dweight.stride(1);
-  spatial_strides(dweight, shape.rank, p.dw_stride_k);
-  p.dbias = dbias ? dbias->mutable_data_ptr() : nullptr;
+  set_x_and_dweight(&p, x, dweight, dbias, shape);
   p.dtype = check_dtype(op, "weight", dweight);
   p.plan = plan;
   return p;
@@ -213,35 +230,6 @@ std::pair<Tensor, std::optional<Tensor>> conv_few_wgrad(const char* op, const Te
   p.partials = workspace.at<float>(partials);
   raise_on_error(op, run_conv_few_wgrad(p, stream_of(x)));
   return {dweight, dbias ? std::optional(as_type_of(*dbias, x)) : dbias};
-}
-
-// But for dx, the partial sums and what the norm leaves. `weight` is of x's type.
-FewMarchParams few_march_params(const char* op, const Tensor& x, const Tensor& weight, const OptTensor& bias,
-                                const Tensor& dweight, const std::optional<Tensor>& dbias, const ConvShape& shape,
-                                const FewMarchPlan& plan) {
-  FewMarchParams p{};
-  p.x = x.const_data_ptr();
-  planar_strides(x, shape.rank, &p.x_stride_n, &p.x_stride_c, p.x_stride);
-  p.weight = weight.const_data_ptr();
-  p.w_stride_out = weight.stride(0);
-  p.w_stride_in = weight.stride(1);
-  spatial_strides(weight, shape.rank, p.w_stride_k);
-  p.bias = data_or_null(bias);
-  p.bias_dtype = bias ? check_dtype(op, "bias", *bias) : Dtype::kFloat32;
-  p.dw = dweight.mutable_data_ptr();
-  p.dw_stride_out = dweight.stride(0);
-  p.dw_stride_in = dweight.stride(1);
-  spatial_strides(dweight, shape.rank, p.dw_stride_k);
-  p.dbias = dbias ? dbias->mutable_data_ptr() : nullptr;
-  p.n = shape.n;
-  p.c_in = static_cast<int>(shape.c_in);
-  p.c_out = static_cast<int>(shape.c_out);
-  std::copy(shape.in, shape.in + 3, p.in);
-  std::copy(shape.out, shape.out + 3, p.out);
-  p.dtype = check_dtype(op, "x", x);
-  p.dw_dtype = check_dtype(op, "weight", dweight);
-  p.plan = plan;
-  return p;
 }
 
 HeadParams head_params(const char* op, const Tensor& dy, const Tensor& x, const HeadGradientPlan& plan) {
@@ -497,6 +485,111 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
   return all_gradients(x, result);
 }
 
+// The backward of the first pipeline's norm and mean, up to the rows from which dy is made of the convolution's output.
+struct __attribute__((visibility("hidden"))) NormOfMean {
+  Tensor dout, channel_mean, mean, rstd;  // dense
+  OptTensor weight;
+  GroupNormPassesBwdParams p;
+  std::tuple<Tensor, Tensor> affine;  // the gradients of weight and bias
+  Workspace space;                    // p.rows lie here
+
+  NormOfMean(const char* op, const Tensor& x, const Tensor& given_dout, const Tensor& given_channel_mean,
+             const Tensor& given_mean, const Tensor& given_rstd, const OptTensor& given_weight, int64_t num_groups,
+             const ConvShape& shape, const DeviceLimits& limits)
+      : dout(dense_in(
+            given_dout.scalar_type() == stats_type(x) ? given_dout : torch::stable::to(given_dout, stats_type(x)),
+            MemoryFormat::Contiguous)),
+        channel_mean(dense_in(given_channel_mean, MemoryFormat::Contiguous)),
+        mean(dense_in(given_mean, MemoryFormat::Contiguous)),
+        rstd(dense_in(given_rstd, MemoryFormat::Contiguous)),
+        weight(dense_or_none(given_weight)),
+        space(x) {
+    p.dims = {shape.n, shape.c_out, shape.out[0] * shape.out[1] * shape.out[2], num_groups, false, shape.dtype};
+    p.dout = dout.const_data_ptr();
+    p.channel_mean = channel_mean.const_data_ptr();
+    plan_group_norm_passes_bwd(&p, limits.sm_count);
+    affine = allocate_affine_gradients(x, p.dims, given_weight, std::nullopt);
+    prepare_backward_passes(op, x, mean, rstd, weight, std::nullopt, std::tuple_cat(std::make_tuple(x), affine), &space,
+                            &p);
+    p.dx = nullptr;  // not x: rows alone
+    raise_on_error(op, run_group_norm_passes_bwd(p, stream_of(x)));
+  }
+};
+
+// Operands of the convolution, dense and of x's type but for the bias, and its gradients, of which dx and dbias are
+// there if they are asked for.
+struct MadeGradients {
+  const char* op;
+  Tensor x, weight;
+  OptTensor bias;
+  Tensor dweight;
+  std::optional<Tensor> dx, dbias;
+};
+
+// One kernel marches through x and gives all gradients.
+void made_by_march(const MadeGradients& made, const ConvShape& shape, const FewMarchPlan& plan,
+                   const NormOfMean& norm) {
+  Workspace space(made.x);
+  const int64_t partials = space.reserve(plan.partial_floats * 4);
+  space.allocate();
+  FewMarchParams p{};
+  set_x_and_dweight(&p, made.x, made.dweight, made.dbias, shape);
+  set_weight(made.op, &p, made.weight, made.bias, shape);
+  p.n = shape.n;
+  p.dtype = check_dtype(made.op, "x", made.x);
+  p.dw_dtype = check_dtype(made.op, "weight", made.dweight);
+  p.dx = made.dx->mutable_data_ptr();
+  p.partials = space.at<float>(partials);
+  p.gradient_rows = norm.p.rows;
+  p.channel_mean = norm.channel_mean.const_data_ptr();
+  p.plan = plan;
+  raise_on_error(made.op, run_conv_few_march(p, stream_of(made.x)));
+}
+
+// The kernel for dweight makes dy tile by tile. It gives dx, too, or stores dy of a few samples at a time, from which
+// another kernel makes their dx.
+void made_by_tiles(const MadeGradients& made, const ConvShape& shape, const MadeGradientPlans& plans,
+                   const NormOfMean& norm) {
+  const char* const op = made.op;
+  const auto stream = stream_of(made.x);
+  const int size = static_cast<int>(dtype_size(shape.dtype));
+  Workspace space(made.x);
+  const int64_t partials = space.reserve(plans.dweight.partial_floats * 4);
+  space.allocate();
+  FewWgradParams p = few_wgrad_params(op, made.x, made.dweight, made.dbias, shape, plans.dweight);
+  set_weight(op, &p, made.weight, made.bias, shape);
+  p.partials = space.at<float>(partials);
+  p.gradient_rows = norm.p.rows;
+  FewDgradParams q{};
+  Tensor dy;
+  const bool apart = made.dx && plans.why_apart;
+  if (apart) {
+    IntArray sizes = shape.out_sizes;
+    sizes[0] = plans.samples;
+    sizes.back() = made_row_elements(shape.out[2], size);
+    dy = empty_like_shape(made.x, sizes, std::nullopt, MemoryFormat::Contiguous);
+    q = few_dgrad_params(dy, *made.dx, made.weight, shape, plans.dx);
+    planar_strides(dy, shape.rank, &p.dy_stride_n, &p.dy_stride_c, p.dy_stride);
+    p.made = dy.mutable_data_ptr();
+  } else if (made.dx) {
+    p.dx = made.dx->mutable_data_ptr();
+  }
+  for (int64_t first = 0; first < shape.n; first += plans.samples) {
+    const int64_t count = std::min(plans.samples, shape.n - first);
+    p.adds = first > 0;
+    p.more = first + count < shape.n;
+    p.plan.all_tiles = plans.dweight.all_tiles / plans.samples * count;
+    raise_on_error(op, run_conv_few_wgrad(p, stream));
+    p.early = q.early = true;
+    p.x = static_cast<const char*>(p.x) + plans.samples * p.x_stride_n * size;
+    p.gradient_rows = static_cast<const char*>(p.gradient_rows) + plans.samples * shape.c_out * 8 * sizeof(float);
+    if (!apart) continue;
+    q.plan.all_tiles = plans.dx.all_tiles / plans.samples * count;
+    raise_on_error(op, run_conv_few_dgrad(q, stream));
+    q.dx = static_cast<char*>(q.dx) + plans.samples * q.dx_stride_n * size;
+  }
+}
+
 // The first pipeline's gradients without its convolution's output: dy, an affine function of that output for each
 // sample and channel, is made tile by tile from x by the kernel for dweight, which gives dx, too, where its plan can.
 // Elsewhere dy is stored for dx, of a few samples at a time. Where another kernel is the choice for one of both, the
@@ -521,7 +614,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_mean_gradient
   check_statistics(op, "rstd", rstd, x, {shape.n, num_groups});
   const DeviceGuard guard(x.get_device_index());
   const Tensor none = empty_like_shape(x, {0});
-  Tensor dx = none, dweight = none, dbias = none;
   const std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> refused{none, none, none, none, none};
   if (shape.is_empty() || !x.is_contiguous() || backend == "aten") return refused;
   const auto choice = choose_gradients(args, shape);
@@ -529,8 +621,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_mean_gradient
                    (!mask[0] || std::holds_alternative<FewDgradPlan>(choice->dx));
   if (!few) return refused;
 
-  GroupNormPassesBwdParams norm;
-  norm.dims = {shape.n, shape.c_out, shape.out[0] * shape.out[1] * shape.out[2], num_groups, false, shape.dtype};
   const int size = static_cast<int>(dtype_size(shape.dtype));
   const int64_t sample_bytes = shape.c_out * shape.out[0] * shape.out[1] * made_row_elements(shape.out[2], size) * size;
   const int64_t most = std::max<int64_t>(1, kMadeGradientBytes / sample_bytes);
@@ -540,87 +630,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_mean_gradient
   key[11] = mask[0] ? most : 0;
   const auto plans = remembered(key, [&] { return plan_made_gradients(problem, limits, mask[0], most); });
   if (plans->refusal(mask[0])) return refused;
-  const int64_t samples = plans->samples;
 
-  const auto stream = stream_of(x);
-  const Tensor dense = planar(x), narrow = as_type_of(weight, x);
-  const OptTensor dense_bias = dense_or_none(bias), w = dense_or_none(gn_weight);
-  const Tensor dense_dout = dense_in(
-      dout.scalar_type() == stats_type(x) ? dout : torch::stable::to(dout, stats_type(x)), MemoryFormat::Contiguous);
-  const Tensor dense_channel_mean = dense_in(channel_mean, MemoryFormat::Contiguous);
-  const Tensor dense_mean = dense_in(mean, MemoryFormat::Contiguous);
-  const Tensor dense_rstd = dense_in(rstd, MemoryFormat::Contiguous);
-  norm.dout = dense_dout.const_data_ptr();
-  norm.channel_mean = dense_channel_mean.const_data_ptr();
-  plan_group_norm_passes_bwd(&norm, limits.sm_count);
-  const auto affine = allocate_affine_gradients(x, norm.dims, gn_weight, std::nullopt);
-  Workspace space(x);
-  const bool marches = !plans->march.refusal;
-  const int64_t partials = space.reserve((marches ? plans->march.partial_floats : plans->dweight.partial_floats) * 4);
-  // The norm's workspace is another one.
-  space.allocate();
-  Workspace norm_space(x);
-  prepare_backward_passes(op, x, dense_mean, dense_rstd, w, std::nullopt, std::tuple_cat(std::make_tuple(none), affine),
-                          &norm_space, &norm);
-  norm.dx = nullptr;  // rows alone
-  raise_on_error(op, run_group_norm_passes_bwd(norm, stream));
-
-  dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
-  std::optional<Tensor> sums;
-  if (mask[2]) sums = empty_like_shape(weight, {shape.c_out});
-  if (marches) {
-    dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
-    FewMarchParams p = few_march_params(op, dense, narrow, dense_bias, dweight, sums, shape, plans->march);
-    p.dx = dx.mutable_data_ptr();
-    p.partials = space.at<float>(partials);
-    p.gradient_rows = norm.rows;
-    p.channel_mean = dense_channel_mean.const_data_ptr();
-    raise_on_error(op, run_conv_few_march(p, stream));
-    if (sums) dbias = as_type_of(*sums, x);
-    return {dx, mask[1] ? dweight : none, dbias, std::get<0>(affine), std::get<1>(affine)};
+  const NormOfMean norm(op, x, dout, channel_mean, mean, rstd, gn_weight, num_groups, shape, limits);
+  MadeGradients made{op, planar(x), as_type_of(weight, x), dense_or_none(bias)};
+  made.dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
+  if (mask[0]) made.dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
+  if (mask[2]) made.dbias = empty_like_shape(weight, {shape.c_out});
+  if (plans->march.refusal) {
+    made_by_tiles(made, shape, *plans, norm);
+  } else {
+    made_by_march(made, shape, plans->march, norm);
   }
-  FewWgradParams p = few_wgrad_params(op, dense, dweight, sums, shape, plans->dweight);
-  p.partials = space.at<float>(partials);
-  p.gradient_rows = norm.rows;
-  p.weight = narrow.const_data_ptr();
-  p.w_stride_out = narrow.stride(0);
-  p.w_stride_in = narrow.stride(1);
-  spatial_strides(narrow, shape.rank, p.w_stride_k);
-  p.bias = data_or_null(dense_bias);
-  p.bias_dtype = dense_bias ? check_dtype(op, "bias", *dense_bias) : Dtype::kFloat32;
-  FewDgradParams q{};
-  Tensor made;
-  const bool apart = mask[0] && plans->why_apart;
-  if (mask[0] && !apart) {
-    dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
-    p.dx = dx.mutable_data_ptr();
-  }
-  if (apart) {
-    IntArray sizes = shape.out_sizes;
-    sizes[0] = samples;
-    sizes.back() = made_row_elements(shape.out[2], size);
-    made = empty_like_shape(x, sizes, std::nullopt, MemoryFormat::Contiguous);
-    dx = empty_like_shape(x, sizes_of(x), std::nullopt, MemoryFormat::Contiguous);
-    q = few_dgrad_params(made, dx, narrow, shape, plans->dx);
-    planar_strides(made, shape.rank, &p.dy_stride_n, &p.dy_stride_c, p.dy_stride);
-    p.made = made.mutable_data_ptr();
-  }
-  for (int64_t first = 0; first < shape.n; first += samples) {
-    const int64_t count = std::min(samples, shape.n - first);
-    p.adds = first > 0;
-    p.more = first + count < shape.n;
-    p.plan.all_tiles = plans->dweight.all_tiles / samples * count;
-    raise_on_error(op, run_conv_few_wgrad(p, stream));
-    p.early = q.early = true;
-    p.x = static_cast<const char*>(p.x) + samples * p.x_stride_n * size;
-    p.gradient_rows = static_cast<const char*>(p.gradient_rows) + samples * shape.c_out * 8 * sizeof(float);
-    if (!apart) continue;
-    q.plan.all_tiles = plans->dx.all_tiles / samples * count;
-    raise_on_error(op, run_conv_few_dgrad(q, stream));
-    q.dx = static_cast<char*>(q.dx) + samples * q.dx_stride_n * size;
-  }
-  if (sums) dbias = as_type_of(*sums, x);
-  return {dx, mask[1] ? dweight : none, dbias, std::get<0>(affine), std::get<1>(affine)};
+  return {made.dx ? *made.dx : none, mask[1] ? made.dweight : none, made.dbias ? as_type_of(*made.dbias, x) : none,
+          std::get<0>(norm.affine), std::get<1>(norm.affine)};
 }
 
 // The third pipeline's gradients, likewise: the convolution is computed twice from x, in registers, once for the norm's

@@ -377,7 +377,7 @@ NormResult conv_transpose_relu_group_norm(const ConvArgs& a, int64_t num_groups,
   const Tensor& c = keeps ? r.kept : r.y;
   set_output(&p, c, a.rank);
   p.partials = workspace.at<float>(partials);
-  p.act = check_act(a.op, "relu");
+  p.relu = true;
   raise_on_error(a.op, run_conv3d_stats(p, shape.n, stream));
 
   GroupStatsFinalizeParams f = finalize_params(a, shape, partials_slices(plan), norm, p.partials,

@@ -58,7 +58,6 @@ __global__ void __launch_bounds__(256) conv_direct_kernel(const __grid_constant_
         }
       }
     }
-    if (!p.act.empty()) acc = chain_value(p.act, acc);
     static_cast<T*>(p.y)[n * p.y_stride_n + channel * p.y_stride_c + o[0] * p.y_stride[0] + o[1] * p.y_stride[1] +
                          o[2] * p.y_stride[2]] = static_cast<T>(acc);
   }

@@ -68,12 +68,6 @@ __device__ __forceinline__ float tanh_approx(float x) {
   return y;
 }
 
-__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-  return v;
-}
-
 // A walk over the tiles of a sample without divisions.
 struct TileCursor {
   int d, h, w;
@@ -87,11 +81,6 @@ struct TileCursor {
     }
   }
 };
-
-// Out of line: inlined into an unrolled epilogue, every activation would be there once for each accumulator.
-static __device__ __noinline__ float act_value_call(Act act, float a, float b, float x) {
-  return act_value(ActStep<float>{act, a, b}, x);
-}
 
 // A regular convolution is a transposed one of a single class, whose outputs are one apart. Epilogues that store
 // nothing have no transposed ones.
@@ -428,7 +417,6 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
     }
     if (kStore && stores) {
       Element* const y = static_cast<Element*>(p.y);
-      const bool relu = p.act.length == 1 && p.act.at(0) == Act::kRelu;
 #pragma unroll
       for (int nb = 0; nb < kNB; ++nb) {
 #pragma unroll
@@ -437,15 +425,7 @@ __global__ void __launch_bounds__(kConvThreads, conv_blocks_per_sm(kMath, kNB))
           for (int i = 0; i < 4; ++i) {
             const int c = nb * 8 + t * 2 + (i & 1);
             float v = acc[mb][nb][i];
-            if (relu) {
-              v = v < 0.f ? 0.f : v;
-            } else if (!p.act.empty()) {
-#pragma unroll 1
-              for (int k = 0; k < p.act.length; ++k) {
-                const ActStep<float> f = p.act.step<float>(k);
-                v = act_value_call(f.act, f.a, f.b, v);
-              }
-            }
+            if (p.relu) v = v < 0.f ? 0.f : v;
             // Statistics are those of the stored tensor, as a GroupNorm that reads it would see it.
             if (kStats) acc[mb][nb][i] = to_acc(from_acc<Element>(v));
             if (valid[mb][i >> 1] && c < c_valid) {

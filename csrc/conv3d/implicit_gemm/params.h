@@ -64,7 +64,7 @@ struct ImplicitGemmParams {
   int64_t y_stride_n, y_stride_c, y_stride[3];
   float* partials;         // kStats, kStoreStats: see StatsPartials in groupnorm/params.h
   const void* norm_table;  // kResidualLse: [N, C] of (mean, rstd, weight, bias), see groupnorm/params.h
-  ActChain act;            // kStore, kStoreStats
+  bool relu;               // kStore, kStoreStats
   int c_in, c_out;         // per conv group
   int c_out_total;
   int groups;
@@ -94,7 +94,6 @@ struct ConvDirectParams {
   const void* bias;
   void* y;
   int64_t y_stride_n, y_stride_c, y_stride[3];
-  ActChain act;
   Dtype dtype;
   int64_t n;
   int c_in, c_out, groups;  // channels per conv group

@@ -457,7 +457,7 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
         sum += __shfl_xor_sync(0xffffffffu, sum, mask);
         m2 += __shfl_xor_sync(0xffffffffu, m2, mask);
       }
-      const float offset = sum / positions;
+      const float offset = quotient(sum, positions);
       // A NaN stays one.
       m2 -= positions * offset * offset;
       if (end > 0 && own_lane == 0) moments[c] = make_float4(origin + offset, m2 < 0.f ? 0.f : m2, 0.f, 0.f);
@@ -479,7 +479,7 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
       const float origin = moments[c].x;
       float sum = 0.f, m2 = 0.f;
       for (int b = 0; b < blocks; ++b) sum += moments[b * channels + c].z * (moments[b * channels + c].x - origin);
-      const float mean = origin + sum / positions;
+      const float mean = origin + quotient(sum, positions);
       for (int b = 0; b < blocks; ++b) {
         const float4 m = moments[b * channels + c];
         const float d = m.x - mean;
@@ -501,13 +501,13 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
     float sum = 0.f, m2 = 0.f;
 #pragma unroll 1
     for (int c = lane; c < size; c += 32) sum += from[c].x - origin;
-    const float mean = origin + warp_sum(sum) / static_cast<float>(size);
+    const float mean = origin + quotient(warp_sum(sum), static_cast<float>(size));
 #pragma unroll 1
     for (int c = lane; c < size; c += 32) {
       const float d = from[c].x - mean;
       m2 += fmaf(positions, d * d, from[c].y);
     }
-    const float rstd = 1.f / sqrtf(warp_sum(m2) / (positions * static_cast<float>(size)) + p.eps);
+    const float rstd = reciprocal_root(quotient(warp_sum(m2), positions * static_cast<float>(size)) + p.eps);
     if (lane == 0) {
       groups[g] = make_float2(mean, rstd);
       if (rank == 0 && p.mean) p.mean[n * p.num_groups + g] = mean;
@@ -524,7 +524,7 @@ __global__ void __launch_bounds__(kChainMaxThreads, 1) conv_chain_kernel(const _
       sum += fmaf((moments[c].x - statistics.x) * statistics.y, affine[c].x, affine[c].y);
     }
     sum = warp_sum(sum);
-    if (lane == 0) store_as(p.y, n, p.y_dtype, sum / static_cast<float>(channels));
+    if (lane == 0) store_as(p.y, n, p.y_dtype, quotient(sum, static_cast<float>(channels)));
     return;
   }
 #pragma unroll 1

@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
     term_xhat += entries[i].y;
   }
   __syncwarp();
-  const float per_element = rstd / static_cast<float>(p.shares.elements);
+  const float per_element = rstd * reciprocal_of_count(static_cast<float>(p.shares.elements));
   term = warp_sum(term) * per_element;
   const float term_d = warp_sum(term_xhat) * (per_element * rstd);
 
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kHeldThreads, 5)
       term_d += entries[lane + i].y;
     }
   }
-  const float per_element = rstd / static_cast<float>(p.shares.elements);
+  const float per_element = rstd * reciprocal_of_count(static_cast<float>(p.shares.elements));
   const float2 terms = make_float2(warp_sum(term) * per_element, warp_sum(term_d) * (per_element * rstd * rstd));
 
   T* const dx = static_cast<T*>(p.dx) + at;

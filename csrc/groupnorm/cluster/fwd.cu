@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kClusterMaxThreads, 2)
   }
   constexpr int kOwn = kClusterMaxBlocks * kClusterMaxThreads / 32 / 32;
   const Moments<float> all = merge_entries<kOwn>(entries, static_cast<int>(blocks) * warps, p.shares.elements);
-  const float mean = all.mean, rstd = 1.f / sqrtf(all.m2 / all.count + p.eps);
+  const float mean = all.mean, rstd = reciprocal_root(quotient(all.m2, all.count) + p.eps);
   if (rank == 0 && tid == 0) {
     p.mean[group] = mean;
     p.rstd[group] = rstd;
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 128   ? (kHold > 4 ? 5 :
   }
   cluster_barrier_wait(&exchanged, 0);
   const Moments<float> all = merge_entries<1>(entries, static_cast<int>(blocks), p.shares.elements);
-  const float mean = all.mean, rstd = 1.f / sqrtf(all.m2 / all.count + p.eps);
+  const float mean = all.mean, rstd = reciprocal_root(quotient(all.m2, all.count) + p.eps);
   if (rank == 0 && tid == 0) {
     p.mean[group] = mean;
     p.rstd[group] = rstd;

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kTeamThreads, kPasses == kTeamPasses ? 3 : 2)
     edge_value[e] = apply_chain<Traits::kPre>(p.pre_act, to_acc(edge_input[e]));
     sum += edge_value[e];
   }
-  const float scale = 1.f / static_cast<float>(p.shares.elements);
+  const float scale = reciprocal_of_count(static_cast<float>(p.shares.elements));
 #pragma unroll
   for (int u = 0; u < kPasses; ++u) {
     if (u * lanes >= share.hi) break;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kTeamThreads, kPasses == kTeamPasses ? 3 : 2)
       squares += sum_of(v);
     }
   }
-  const float rstd = 1.f / sqrtf(team.sum(squares) * scale + p.eps);
+  const float rstd = reciprocal_root(team.sum(squares) * scale + p.eps);
   if (lane == 0) {
     p.mean[group] = mean;
     p.rstd[group] = rstd;
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kTeamThreads, 2)
   }
   const float dz = team.sum(mine.dz[0] + mine.dz[1]), dz_xhat = team.sum(mine.dz_d[0] + mine.dz_d[1]) * rstd;
   if (lane == 0) put_channel_sums(p, group, make_float2(dz, dz_xhat));
-  const float per_element = all.x / static_cast<float>(p.shares.elements);
+  const float per_element = all.x * reciprocal_of_count(static_cast<float>(p.shares.elements));
   const float2 terms = make_float2(dz * per_element, dz_xhat * (per_element * rstd));
 #pragma unroll
   for (int u = 0; u < kPasses; ++u) {

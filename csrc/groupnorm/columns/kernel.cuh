@@ -330,8 +330,9 @@ struct ColumnBlock {
       __syncwarp();
       const float a = lanes_sum(sums.x, lanes), b = lanes_sum(sums.y, lanes);
       if (g >= d.groups || member != 0) continue;
-      const float total = d.total_count, to_mean = a / total, rest = b - a * to_mean, m2 = rest < 0.f ? 0.f : rest;
-      const float mean = origin + to_mean, rstd = 1.f / sqrtf(m2 / total + p.eps);
+      const float total = d.total_count, to_mean = quotient(a, total), rest = b - a * to_mean,
+                  m2 = rest < 0.f ? 0.f : rest;
+      const float mean = origin + to_mean, rstd = reciprocal_root(quotient(m2, total) + p.eps);
       stats(u)[g] = make_float2(mean, rstd);
       if (rank == 0) {
         p.mean[group0 + g] = mean;

@@ -157,7 +157,7 @@ struct RowBwdBlock : RowBlock<Traits, GroupNormRowsBwdParams> {
           return sum;
         },
         [&](uint32_t u, uint32_t g, float2 sum) {
-          const float rstd = p.rstd[group0(u) + g], per_element = rstd / d.total_count;
+          const float rstd = p.rstd[group0(u) + g], per_element = rstd * reciprocal_of_count(d.total_count);
           this->stats(u)[g] = make_float2(sum.x * per_element, sum.y * per_element * rstd);
         });
   }

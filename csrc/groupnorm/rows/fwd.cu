@@ -139,9 +139,9 @@ struct RowFwdBlock : RowBlock<Traits, GroupNormRowsFwdParams> {
                                      &origin);
         },
         [&](uint32_t u, uint32_t g, float2 sums) {
-          const float to_mean = sums.x / d.total_count, rest = sums.y - sums.x * to_mean;
+          const float to_mean = quotient(sums.x, d.total_count), rest = sums.y - sums.x * to_mean;
           const float m2 = rest < 0.f ? 0.f : rest, mean = origin + to_mean;
-          const float rstd = 1.f / sqrtf(m2 / d.total_count + p.eps);
+          const float rstd = reciprocal_root(quotient(m2, d.total_count) + p.eps);
           this->stats(u)[g] = make_float2(mean, rstd);
           if (this->rank == 0) {
             p.mean[group0(u) + g] = mean;

@@ -97,12 +97,12 @@ __global__ void __launch_bounds__(kSlabThreads, 2)
       const float2 e = set_of(i, &count);
       sum += count * (e.x - origin);
     }
-    const float mean = origin + warp_sum(sum) / elements;
+    const float mean = origin + quotient(warp_sum(sum), elements);
     for (uint32_t i = b.lane; i < sets; i += 32) {
       const float2 e = set_of(i, &count);
       m2 += e.y + count * (e.x - mean) * (e.x - mean);
     }
-    const float rstd = rsqrtf(warp_sum(m2) / elements + p.eps);
+    const float rstd = reciprocal_root(quotient(warp_sum(m2), elements) + p.eps);
     if (b.lane == 0) {
       stats[g] = make_float2(mean, rstd);
       p.mean[b.unit0 + g] = mean;

@@ -124,7 +124,8 @@ __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmal
     if (!kCluster) v[k] = relative;
   }
   const auto count_of = [&](uint32_t r) { return static_cast<float>(min(s.chunk, s.elements - r * s.chunk)); };
-  const float scale = kCluster ? 1.f / count_of(rank) : s.scale, from_origin = team_sum(sum, shared[0]) * scale;
+  const float scale = kCluster ? reciprocal_of_count(count_of(rank)) : s.scale,
+              from_origin = team_sum(sum, shared[0]) * scale;
   float mean = origin[0] + from_origin;
 #pragma unroll
   for (int k = 0; k < kElements; ++k) {

@@ -268,7 +268,7 @@ struct BwdBlock
         sum.x += v.x;
         sum.y += v.y;
       }
-      const float per_element = 1.f / static_cast<float>(p.shares.group_vectors * kVec);
+      const float per_element = reciprocal_of_count(static_cast<float>(p.shares.group_vectors * kVec));
       const float term = warp_sum(sum.x) * per_element, term_d = warp_sum(sum.y) * per_element * rstd * rstd;
       if (lane == 0) store_relaxed(Walk::results(p.words) + t.group, pack_signed_word(term, term_d));
     });

@@ -254,7 +254,7 @@ struct FwdBlock
     return statistics_of(warp_pool(sets, static_cast<float>(p.shares.group_vectors * kVec)));
   }
   __device__ __forceinline__ float2 statistics_of(const Moments<float>& m) const {
-    return make_float2(m.mean, 1.f / sqrtf(m.m2 / m.count + p.eps));
+    return make_float2(m.mean, reciprocal_root(quotient(m.m2, m.count) + p.eps));
   }
   __device__ __forceinline__ void keep(int64_t group, float2 statistics) const {
     p.mean[group] = statistics.x;

@@ -22,12 +22,6 @@ namespace kgopt {
 
 namespace few_dgrad {
 
-__device__ __forceinline__ uint4 load_four(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
-}
-
 // Fragment words of the weights, as the products want them.
 template <ConvMath kMath>
 __device__ __forceinline__ void pack_weights(const FewDgradParams& p, uint32_t* to) {
@@ -78,7 +72,7 @@ struct Columns {
         v[2 * i][0] = b[0], v[2 * i][1] = b[1], v[2 * i + 1][0] = b[2], v[2 * i + 1][1] = b[3];
       }
     } else {
-      const uint4 one = load_four(from), two = load_four(from + far);
+      const uint4 one = load_shared_16(from), two = load_shared_16(from + far);
       const uint32_t words[4][2] = {{one.x, two.x}, {one.y, two.y}, {one.z, two.z}, {one.w, two.w}};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -237,7 +231,7 @@ __global__ void __launch_bounds__(kFewDgradThreads, few_dgrad_blocks_per_sm(kMat
     auto load_weights = [&](uint32_t (&a)[kRowTiles* kParts][4], int k) {
 #pragma unroll
       for (int m = 0; m < kRowTiles * kParts; ++m) {
-        const uint4 v = load_four(step_weights + (k * kRowTiles * kParts + m) * 512);
+        const uint4 v = load_shared_16(step_weights + (k * kRowTiles * kParts + m) * 512);
         a[m][0] = v.x, a[m][1] = v.y, a[m][2] = v.z, a[m][3] = v.w;
       }
     };

@@ -41,11 +41,11 @@ struct Window {
 
   __device__ __forceinline__ void load(uint32_t address, int of_dy) {
     positions = of_dy;
-    const uint4 v = load_four(address);
+    const uint4 v = load_shared_16(address);
     words[kBefore] = v.x, words[kBefore + 1] = v.y, words[kBefore + 2] = v.z, words[kBefore + 3] = v.w;
-    if constexpr (kBefore) words[0] = load_one(address - 4);
+    if constexpr (kBefore) words[0] = load_shared(address - 4);
 #pragma unroll
-    for (int i = 0; i < kAfter; ++i) words[kBefore + 4 + i] = load_one(address + 16 + i * 4);
+    for (int i = 0; i < kAfter; ++i) words[kBefore + 4 + i] = load_shared(address + 16 + i * 4);
     if constexpr (kMath == ConvMath::kTf32) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) words[i] = to_tf32(__uint_as_float(words[i]));
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(kFewWgradThreads, few_wgrad_blocks_per_sm(kMat
       const uint32_t dy_address = dy_base + at.x + dy_row;
 #pragma unroll
       for (int j = 0; j < kDyTiles; ++j) {
-        const uint4 v = load_four(dy_address + j * 8 * plan.dy_channel);
+        const uint4 v = load_shared_16(dy_address + j * 8 * plan.dy_channel);
         dy[j][0] = v.x, dy[j][1] = v.y, dy[j][2] = v.z, dy[j][3] = v.w;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

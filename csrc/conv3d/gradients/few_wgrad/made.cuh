@@ -113,13 +113,7 @@ struct MadeDy {
 #pragma unroll
           for (int s = 0; s < 2; ++s) {
             if constexpr (kSplit) {
-              // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
-              float partial[4] = {0.f, 0.f, 0.f, 0.f};
-              mma_tf32(partial, rest[s], b.x, b.y);
-              mma_tf32(partial, a[s], b.z, b.w);
-              mma_tf32(partial, a[s], b.x, b.y);
-#pragma unroll
-              for (int i = 0; i < 4; ++i) made[s][j][i] += partial[i];
+              mma_tf32x3(made[s][j], a[s], rest[s], b.x, b.y, b.z, b.w);
             } else {
               mma_tf32(made[s][j], a[s], b.x, b.y);
             }
@@ -228,7 +222,7 @@ struct MadeDx {
           uint32_t a[kTiles][kParts][4];
 #pragma unroll
           for (int i = 0; i < kTiles * kParts; ++i) {
-            const uint4 v = load_four(weights + (k * kTiles * kParts + i) * 512);
+            const uint4 v = load_shared_16(weights + (k * kTiles * kParts + i) * 512);
             uint32_t (&to)[4] = a[i / kParts][i % kParts];
             to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
           }
@@ -244,7 +238,7 @@ struct MadeDx {
             }
           } else {
             const uint32_t from = unit + offsets[k];
-            const uint4 one = load_four(from), two = load_four((from ^ 16) + far);
+            const uint4 one = load_shared_16(from), two = load_shared_16((from ^ 16) + far);
             const uint32_t words[4][2] = {{one.x, two.x}, {one.y, two.y}, {one.z, two.z}, {one.w, two.w}};
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
@@ -261,13 +255,7 @@ struct MadeDx {
 #pragma unroll
             for (int m = 0; m < kTiles; ++m) {
               if constexpr (kSplit) {
-                // The tensor core truncates when it adds to its accumulator; summing the steps outside rounds.
-                float partial[4] = {0.f, 0.f, 0.f, 0.f};
-                mma_tf32(partial, a[m][1], b[j][0], b[j][1]);
-                mma_tf32(partial, a[m][0], b_rest[j][0], b_rest[j][1]);
-                mma_tf32(partial, a[m][0], b[j][0], b[j][1]);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) acc[m][j][i] += partial[i];
+                mma_tf32x3(acc[m][j], a[m][0], a[m][1], b[j][0], b[j][1], b_rest[j][0], b_rest[j][1]);
               } else {
                 multiply<kMath>(acc[m][j], a[m][0], b[j][0], b[j][1]);
               }

@@ -1,4 +1,4 @@
-// Loads from shared memory, values as their bits, and products of one step of K.
+// Values as their bits, and products of one step of K.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,17 +11,6 @@
 
 namespace kgopt {
 namespace few_wgrad {
-
-__device__ __forceinline__ uint4 load_four(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
-}
-__device__ __forceinline__ uint32_t load_one(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-  return v;
-}
 
 template <ConvMath kMath>
 __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -50,7 +39,7 @@ __device__ __forceinline__ float value_of(Stored<kMath> v) {
 template <ConvMath kMath>
 __device__ __forceinline__ float load_value(uint32_t address) {
   if constexpr (conv_channels_per_word(kMath) == 1) {
-    return __uint_as_float(load_one(address));
+    return __uint_as_float(load_shared(address));
   } else {
     unsigned short v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));

@@ -26,11 +26,6 @@ inline constexpr int kWgradThreads = (kWgradGroups * kWgradWarps + 1) * 32;
 __device__ __forceinline__ void load_shared(uint32_t& v0, uint32_t& v1, uint32_t address) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v0), "=r"(v1) : "r"(address));
 }
-__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address));
-  return v;
-}
 __device__ __forceinline__ uint32_t load_shared_half(uint32_t address) {
   uint16_t v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
