@@ -403,8 +403,8 @@ def fused_convolution_cases() -> None:
             )
             label = f"{dtype} {channels} to {out} {spatial} {act}"
             run(f"group_norm_conv {label}", x, moments, weight, bias, backward=False, call=call)
-            if dtype != torch.float32 or out == 3 or "--own-kernels" in sys.argv:
-                continue
+            if dtype != torch.float32 or out == 3 or "--own-kernels" in sys.argv or "--initcheck" in sys.argv:
+                continue  # initcheck does not see what cuDNN's convolutions of halves write, F.conv2d's neither
             call = lambda x, g, w, b, act=act, rest=rest: ops.group_norm_conv(  # noqa: E731
                 x, None, 8, g, None, 1e-5, act, w, b, *rest, backend="kgopt:scaled_half"
             )
