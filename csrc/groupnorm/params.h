@@ -53,7 +53,7 @@ struct GroupNormFwdArgs {
   void* y = nullptr;               // may be x
   const void* residual = nullptr;  // of x's type and layout, or null
   PReluSlopes slopes;
-  bool is_extended = false;      // there is a residual or a PReLU: the kernels that take any chain look for both
+  bool is_extended = false;      // there is a residual or a PReLU, for which some instances look (dispatch_norm)
   const void* weight = nullptr;  // [C] or null (ones)
   const void* bias = nullptr;    // [C] or null (zeros)
   uint32_t affine_stride = 0;    // of weight and bias from sample to sample; of columns alone other than 0

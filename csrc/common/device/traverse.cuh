@@ -403,8 +403,7 @@ Status launch_elementwise(const char* name, const ElementwiseArgs<F>& a, bool ch
 // (&second)[kSize])`, where state(j) and coef(j) are those of element j and x and second may change, a Partial of
 // kValues accumulation-type numbers, `Partial finish(const State&, Acc count)` and `static void merge(Partial&, const
 // Partial&)`. Partials go to [n][slices][rows][kValues]. A reducer with a member kWrites may write beside it: its `add`
-// also gets the index of x's first element, what its `Vec<Element, kSize> third<kSize>(index)` has loaded of one more
-// tensor, where the thread has the whole vector, and is_own(j), whether it has element j at all.
+// also gets the index of x's first element and is_own(j), whether the thread has element j at all.
 
 template <typename R, typename = void>
 inline constexpr bool kReducerWrites = false;
@@ -416,21 +415,11 @@ struct OwnsAll {
 };
 template <typename R, int kSize, typename StateOf, typename CoefOf, typename Acc, typename IsOwn = OwnsAll>
 __device__ __forceinline__ void add_to(const R& r, StateOf state, CoefOf coef, Acc (&x)[kSize], Acc (&second)[kSize],
-                                       int64_t at, const Vec<typename R::Element, kSize>& third = {},
-                                       IsOwn is_own = {}) {
+                                       int64_t at, IsOwn is_own = {}) {
   if constexpr (kReducerWrites<R>) {
-    r.add(state, coef, x, second, at, third, is_own);
+    r.add(state, coef, x, second, at, is_own);
   } else {
     r.add(state, coef, x, second);
-  }
-}
-
-template <int kSize, typename R>
-__device__ __forceinline__ Vec<typename R::Element, kSize> third_of(const R& r, int64_t at) {
-  if constexpr (kReducerWrites<R>) {
-    return r.template third<kSize>(at);
-  } else {
-    return {};
   }
 }
 
@@ -501,7 +490,7 @@ __global__ void __launch_bounds__(kTraverseThreads, kReduceBlocks<R, kSize>)
   auto add_one = [&](int64_t at) {
     const Acc x = to_acc(a.x[at]);
     Acc xs[1] = {x}, seconds[1] = {R::kInputs == 2 ? to_acc(a.second[at]) : x};
-    add_to(a.r, same(state), same(coef), xs, seconds, at, third_of<1>(a.r, at));
+    add_to(a.r, same(state), same(coef), xs, seconds, at);
     ++seen;
   };
   if (begin + thread < head) add_one(begin + thread);
@@ -524,7 +513,7 @@ __global__ void __launch_bounds__(kTraverseThreads, kReduceBlocks<R, kSize>)
         Acc xs[kSize], seconds[kSize];
         unpack(x[u], xs);
         unpack(R::kInputs == 2 ? second[u] : x[u], seconds);
-        add_to(a.r, same(state), same(coef), xs, seconds, i, third_of<kSize>(a.r, i));
+        add_to(a.r, same(state), same(coef), xs, seconds, i);
       }
     }
   }
@@ -603,13 +592,12 @@ __global__ void __launch_bounds__(kTraverseThreads)
     if (position == 0 && edges.cuts_first(channel)) position = geometry.walkers;
     int64_t at = first + (position - begin) * a.rows;
     for (; position < full_end; position += int64_t(kTraverseUnroll) * geometry.walkers) {
-      Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll], third[kTraverseUnroll];
+      Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
 #pragma unroll
       for (int u = 0; u < kTraverseUnroll; ++u) {
         if (position + u * geometry.walkers < full_end) {
           x[u] = load_vec<T, kSize>(a.x + at + u * step);
           if (R::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + at + u * step);
-          third[u] = third_of<kSize>(a.r, at + u * step);
         }
       }
 #pragma unroll
@@ -619,7 +607,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
           Acc xs[kSize], seconds[kSize];
           unpack(x[u], xs);
           unpack(R::kInputs == 2 ? second[u] : x[u], seconds);
-          add_to(a.r, each(state), each(coef), xs, seconds, at + u * step, third[u]);
+          add_to(a.r, each(state), each(coef), xs, seconds, at + u * step);
         }
       }
       at += kTraverseUnroll * step;
@@ -629,7 +617,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
       typename R::State before[kSize];
 #pragma unroll
       for (int j = 0; j < kSize; ++j) before[j] = state[j];
-      add_to(a.r, each(state), each(coef), xs, seconds, from, {}, is_own);
+      add_to(a.r, each(state), each(coef), xs, seconds, from, is_own);
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
         more[j] += is_own(j);

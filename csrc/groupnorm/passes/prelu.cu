@@ -92,20 +92,18 @@ struct PReluGradient {
     return {r.mean, r.rstd * r.weight, r.bias, slope_of_channel<T>(slopes, row % affine.c)};
   }
   __device__ State start(const Coef&, Acc) const { return {}; }
-  // The residual, asked for ahead of what is written for the elements before: it might be the same memory.
-  template <int kSize>
-  __device__ __forceinline__ Vec<T, kSize> third(int64_t at) const {
-    return residual ? load_vec<T, kSize>(residual + at) : Vec<T, kSize>{};
-  }
   template <int kSize, typename StateOf, typename CoefOf, typename IsOwn>
   __device__ __forceinline__ void add(StateOf state, CoefOf coef, Acc (&x)[kSize], Acc (&dy)[kSize], int64_t at,
-                                      Vec<T, kSize> r, IsOwn is_own) const {
+                                      IsOwn is_own) const {
     constexpr bool kWhole = std::is_same_v<IsOwn, OwnsAll>;
     Acc z[kSize];
 #pragma unroll
     for (int j = 0; j < kSize; ++j) z[j] = (x[j] - coef(j).mean) * coef(j).rstd_weight + coef(j).bias;
     if (residual) {
-      if constexpr (!kWhole) {
+      Vec<T, kSize> r{};
+      if constexpr (kWhole) {
+        r = load_vec<T, kSize>(residual + at);
+      } else {
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
           if (is_own(j)) r.v[j] = residual[at + j];

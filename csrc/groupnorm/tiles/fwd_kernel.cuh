@@ -114,10 +114,6 @@ struct FwdBlock
       barrier_expect_bytes(&s.loaded[k], vectors * 16);
       bulk_load(slot(t) + d.lo * 16, static_cast<const T*>(p.x) + (d.base + d.lo) * kVec, vectors * 16, &s.loaded[k],
                 evict_normal_policy());
-      // What the normalizers ask for later is in L2 by then.
-      if constexpr (Traits::kExtends) {
-        if (p.residual) bulk_prefetch(static_cast<const T*>(p.residual) + (d.base + d.lo) * kVec, vectors * 16);
-      }
     } else {  // the other groups' heads need this tile
       barrier_arrive(&s.loaded[k]);
     }

@@ -79,13 +79,14 @@ def _backward_on_cpu(
     num_groups: int,
     act: str = "none",
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample by sample, in the dtype of sums: of few positions the norm's own rounding would be all of an error."""
     _check(x, weight, bias)
     if x.shape[0] == 0:
         return empty_like(x), torch.zeros_like(weight), torch.zeros_like(bias)
-    tensors = _samples(weight, bias, dy, x, mean, rstd)
+    tensors = _samples(wide(weight), wide(bias), wide(dy), wide(x), mean, rstd)
     each = [OPS.group_norm_backward(*one, num_groups, w, b, act) for *one, w, b in tensors]
     dx, dweight, dbias = zip(*each, strict=True)
-    return as_x_lies(torch.cat(dx), x), torch.stack(dweight), torch.stack(dbias)
+    return as_x_lies(torch.cat(dx), x), torch.stack(dweight).to(weight.dtype), torch.stack(dbias).to(bias.dtype)
 
 
 def _samples(weight: Tensor, bias: Tensor, *tensors: Tensor) -> Any:

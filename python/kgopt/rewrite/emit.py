@@ -180,10 +180,10 @@ def modulated_norm(
         y = y if shift is None else y + shift
         return torch_activation(y, act) if slope is None else F.prelu(y, slope)
     if rows(factor, shift) > 1 and not x.is_contiguous():
-        w, b = for_each_sample(x, weight, bias, factor, shift)
+        given = (x, *for_each_sample(x, weight, bias, factor, shift), num_groups, eps)
         if slope is None:
-            return group_norm_by_sample(x, w, b, num_groups, eps, act)  # type: ignore[no-any-return]
-        return F.prelu(group_norm_by_sample(x, w, b, num_groups, eps, "none"), slope)
+            return group_norm_by_sample(*given, act)  # type: ignore[no-any-return]
+        return F.prelu(group_norm_by_sample(*given, "none"), slope)
     u, groups, w, b = arranged(x, num_groups, weight, bias, factor, shift)
     if slope is None:
         y = group_norm(u, groups, w, b, eps, act)
