@@ -716,7 +716,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_group_norm_lse_gradients
     p.conv.plan = plans->fused;
     place_norm_lse_frames(p.conv, &p.dx);
     const int64_t frames = space_of_products.reserve(mask[0] ? shape.n * p.dx.frame_n * kNormLseDxChannels * 4 : 0);
-    const int64_t partials = space_of_products.reserve(shape.n * plans->fused.slices * kNormLseDweightFloats * 4);
+    const int64_t partials =
+        space_of_products.reserve(shape.n * plans->fused.slices * kNormLseConsumers * kNormLseDweightFloats * 4);
     space_of_products.allocate();
     p.dx.frames = space_of_products.at<float>(frames);
     p.dweight.partials = space_of_products.at<float>(partials);

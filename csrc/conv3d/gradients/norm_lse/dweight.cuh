@@ -132,7 +132,7 @@ struct NormLseDweightSums {
     for (int i = 0; i < 4; ++i) bias[i] *= undo_dy;
   }
 
-  // f(place among a block's sums, sum)
+  // f(place among the warpgroup's sums, sum)
   template <typename F>
   __device__ __forceinline__ void for_each(int warp, int lane, const F& f) const {
     const int c = warp * 16 + (lane >> 2), t = lane & 3;
@@ -197,7 +197,7 @@ struct NormLseDweightSums {
 
 #endif
 
-// Adds up the blocks' sums, always in the same order.
+// Adds up the warpgroups' sums, always in the same order.
 __global__ void __launch_bounds__(kNormLseSumLanes* kNormLseSumShares)
     norm_lse_dweight_kernel(const __grid_constant__ ConvNormLseParams q) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -205,12 +205,12 @@ __global__ void __launch_bounds__(kNormLseSumLanes* kNormLseSumShares)
   const FewChannelsParams& p = q.conv;
   const int lane = threadIdx.x % kNormLseSumLanes, share = threadIdx.x / kNormLseSumLanes;
   const int i = blockIdx.x * kNormLseSumLanes + lane;
-  const int64_t blocks = p.n * p.plan.slices;
+  const int64_t count = p.n * p.plan.slices * kNormLseConsumers;
   const int rows = i / kNormLseColumns == kNormLseDxColumns ? kNormLseBiasRows : 1;
   float sum = 0.f;
-#pragma unroll 4
-  for (int64_t block = share; block < blocks; block += kNormLseSumShares) {
-    const float* const from = q.dweight.partials + block * kNormLseDweightFloats + i;
+#pragma unroll 8
+  for (int64_t of = share; of < count; of += kNormLseSumShares) {
+    const float* const from = q.dweight.partials + of * kNormLseDweightFloats + i;
     for (int row = 0; row < rows; ++row) sum += from[row * kNormLseColumns];
   }
   shares[share][lane] = sum;

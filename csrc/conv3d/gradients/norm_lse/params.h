@@ -60,14 +60,14 @@ KGOPT_HD constexpr int norm_lse_operand_bytes(ConvMath math) { return kNormLseDy
 KGOPT_HD constexpr int norm_lse_dweight_bytes(ConvMath math) {
   return kNormLseOnesBytes + kNormLseConsumers * norm_lse_operand_bytes(math);
 }
-// A block's sums: [tap and input channel, then four parts of dbias][64 output channels]. Of the kernel that adds up
-// those of all blocks, neighbours that a block sums, and threads that share one.
+// A warpgroup's sums: [tap and input channel, then four parts of dbias][64 output channels]. Of the kernel that adds up
+// those of all, neighbours that a block sums, and threads that share one.
 inline constexpr int kNormLseBiasRows = 4;
 inline constexpr int kNormLseDweightFloats = (kNormLseDxColumns + kNormLseBiasRows) * kNormLseColumns;
 inline constexpr int kNormLseSumLanes = 32, kNormLseSumShares = 16;
 
 struct NormLseDweight {
-  float* partials;   // [blocks of the second pass][kNormLseDweightFloats]
+  float* partials;   // [blocks of the second pass][warpgroup][kNormLseDweightFloats]
   void *dw, *dbias;  // either may be null
   int64_t stride_out, stride_in, stride[2];
   Dtype dtype;
