@@ -76,7 +76,7 @@ __device__ __forceinline__ void finish_sample(const FewChannelsStats& p, int64_t
   for (int g = thread; g < num_groups; g += kThreads) {
     Moments<float> m = shared[g * channels];
     for (int i = 1; i < channels; ++i) merge_part(m, shared[g * channels + i]);
-    const float rstd = reciprocal_root(quotient(m.m2, m.count) + static_cast<float>(f.eps));
+    const float rstd = 1.f / sqrtf(m.m2 / m.count + static_cast<float>(f.eps));
     groups[g] = make_float2(m.mean, rstd);
     if (f.mean) static_cast<float*>(f.mean)[n * num_groups + g] = m.mean;
     if (f.rstd) static_cast<float*>(f.rstd)[n * num_groups + g] = rstd;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void finish_sample(const FewChannelsStats& p, int64_t
   }
   if (!p.sample_mean) return;
   sum = warp_sum(sum);
-  if (thread == 0) p.sample_mean[n] = quotient(sum, static_cast<float>(f.c));
+  if (thread == 0) p.sample_mean[n] = sum / static_cast<float>(f.c);
 }
 
 // `shared` holds the moments of kColumns channels from each of kParts parts of the block. They are merged, always in

@@ -145,7 +145,7 @@ struct TapColumnsMoments {
     float count = static_cast<float>(__popc(stored));
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) count += __shfl_xor_sync(0xffffffff, count, lanes);
-    const float over_count = count > 0.f ? reciprocal_of_count(count) : 0.f;
+    const float over_count = count > 0.f ? 1.f / count : 0.f;
     float mean[8] = {};
     auto add_up = [&](bool squares) {
       float sum[8] = {};

@@ -136,8 +136,7 @@ __device__ __forceinline__ void make_norm_table(const TransposedNormParams& p, i
                               __shfl_xor_sync(0xffffffff, m.count, lanes)});
     }
     const float mean = __shfl_sync(0xffffffff, m.mean, 0);
-    const float rstd =
-        reciprocal_root(quotient(__shfl_sync(0xffffffff, m.m2, 0), __shfl_sync(0xffffffff, m.count, 0)) + p.eps);
+    const float rstd = rsqrtf(__shfl_sync(0xffffffff, m.m2, 0) / __shfl_sync(0xffffffff, m.count, 0) + p.eps);
     const int64_t first = int64_t(group) * channels * p.plan.channel_vectors;  // of the group
     if (lane == 0 && p.mean && first >= share.first && first < share.end) p.mean[index] = mean, p.rstd[index] = rstd;
     for (int c = lane; c < channels; c += 32) {
