@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(256) mean_channel_sums_kernel(const __grid_con
   }
 }
 
-// Sums over the threads that share tid % width, valid in the first `width` threads. count: of what these walked over, so
-// that walkers beyond it have nothing.
+// Sums over the threads that share tid % width, valid in the first `width` threads. count: of what these walked over,
+// so that walkers beyond it have nothing.
 inline constexpr int kMergeThreads = 1024;
 
 template <typename Acc>
