@@ -184,7 +184,6 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
   constexpr int kLoaders = 128 * kProducers, kWarps = kConsumers * 4, kThreads = kNormLseThreads;
   constexpr int kSplit = ConvMathTraits<kMath>::kSplit, kBatch = few_channels_batch(kMath, 1, kLargeBatch);
   constexpr bool kScaled = conv_is_scaled(kMath), kTerms = kMath == ConvMath::kFp16x3;
-  constexpr WgmmaType kType = kNormLseType<kMath>;
   static_assert(kWarps * (kColumns * 2 + 1) + kColumns * 4 <= kColumns * 3 * kWarps, "scratch is that of moments");
   extern __shared__ __align__(128) uint32_t smem[];
   const FewChannelsParams& p = q.conv;
@@ -286,7 +285,6 @@ __global__ void __launch_bounds__(kNormLseThreads, 1)
     const int jobs = (plan.strips + 3) / 4;
     uint32_t b_first = wgmma_b_descriptor(shared_address(weights));
     asm volatile("" : "+r"(b_first));  // else it would be computed again for each product
-    constexpr int kBStep = kColumns * 8 * 4 / 16;
     // ldmatrix takes the address of row `lane` % 16 of the first four words (lanes below 16) and the last four; row g
     // is position 2 g, and row g + 8 the next one.
     const int lane_bytes = ((lane & 7) * 2 + (lane >> 3 & 1)) * plan.step[2] * 16;
