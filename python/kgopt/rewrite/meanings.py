@@ -208,9 +208,10 @@ def untouched(function: Any, *places: originals.Place) -> Callable[[], bool]:
 
 
 def _read_meaning(module: Any, training: bool | None = None) -> Any:
-    # Of a function torch 2.11 cannot trace the type's module.
-    is_known = not isinstance(module, nn.Module) or type(module).__module__.startswith("torch.nn.")
-    found = None if is_known else read_of(module)
+    # Asked of functions, too: the module of their type is nothing that torch 2.11 traces.
+    if not isinstance(module, nn.Module) or type(module).__module__.startswith("torch.nn."):
+        return None
+    found = read_of(module)
     return None if found is None else found.means(module, training)
 
 
