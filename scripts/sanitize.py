@@ -56,6 +56,8 @@ def run_tool(sanitizer: str, tool: str, section: str, log: Path) -> tuple[int, s
         command += ["--error-exitcode", "1", "--kernel-name", "kernel_substring=kgopt", *script]
         if tool == "racecheck":
             command.append("--own-kernels")
+        elif tool == "synccheck":
+            command.append("--synccheck")
     with log.open("w") as out:
         code = subprocess.run(
             command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT

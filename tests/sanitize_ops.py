@@ -3,7 +3,8 @@
 Not a test by itself: nothing is compared here, the ops only have to run. `python tests/sanitize_ops.py` runs it plain.
 Sizes are no multiples of any tile, and small, since a sanitizer makes a kernel a hundred times slower.
 With --own-kernels the pipelines run forward only: their backward goes through cuDNN, which racecheck cannot run.
-With --initcheck what reads cuDNN's output in half types is left out. --sections=NAME,NAME runs those of `SECTIONS`.
+With --initcheck what reads cuDNN's output in half types is left out, with --synccheck one case of large clusters.
+--sections=NAME,NAME runs those of `SECTIONS`.
 test_sanitize.py compares the ops and the kernel families that it runs with those that there are.
 """
 
@@ -154,6 +155,11 @@ def group_norm_cases() -> None:
             ("small", SMALL, True),
         ):
             for name, shape, groups in shapes:
+                # Clusters of sixteen whose blocks wait for each other's messages. In a cluster of more than eight
+                # synccheck reports "Missing wait", and ends the process, for a program of sixty lines as well:
+                # docs/log/2026-11-h200.md has it. The other tools run it.
+                if "--synccheck" in sys.argv and name == "roles, forward too" and dtype in HALVES:
+                    continue
                 norm_and_sum(f"{family}, {name} {dtype}", shape, groups, dtype, channels_last)
     norms_read_once()
     # A group that spans several blocks, parameters in fp32 beside half data, a misaligned start, no parameters.

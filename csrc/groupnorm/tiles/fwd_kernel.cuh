@@ -27,6 +27,9 @@ struct GroupNormTilesFwdTraits {
   static constexpr int kServantWarps = 4;
   static constexpr bool kCollects = kCollects_;
   static constexpr bool kExtends = kMayExtend<kAct> && kHolders == 0;  // holders have no registers for a residual
+  // The residual is asked for ahead of the statistics, but where walking the chain takes longer than loading: values of
+  // half types are twice as many, and the registers are wanted there.
+  static constexpr bool kLoadsAhead = kExtends && (kAct != Chain::kAny || sizeof(T) == 4);
   static constexpr bool kScales = kHolders == 0;  // with holders, the short way for SiLU was not measured
   // Normalizing takes longer than the statistics, most of all with slow activations. Holders leave room for fewer
   // warps: 896 threads have 72 registers each.
@@ -300,15 +303,15 @@ struct FwdBlock
     return s.statistics[visit % kTilesVisits];
   }
 
-  // What the residual has for them.
+  // What the residual has for them, as far as it is loaded ahead.
   template <int kPasses>
   struct Residuals {
-    Vec<T, kVec> values[kPasses];
+    Vec<T, kVec> values[Traits::kLoadsAhead ? kPasses : 1];
   };
   template <int kPasses>
   __device__ __forceinline__ Residuals<kPasses> residuals_of(const FwdTile& d, int first, const T* to) const {
     Residuals<kPasses> r{};
-    if constexpr (Traits::kExtends) {
+    if constexpr (Traits::kLoadsAhead) {
 #pragma unroll
       for (int k = 0; k < kPasses; ++k) {
         const int v = first + k * 32;
@@ -317,15 +320,17 @@ struct FwdBlock
     }
     return r;
   }
+  template <int kPasses>
+  __device__ __forceinline__ Vec<T, kVec> residual_at(const Residuals<kPasses>& residuals, int k, const T* to) const {
+    if constexpr (Traits::kLoadsAhead) return residuals.values[k];
+    return residual_of<Traits::kAct>(p, to);
+  }
   // Residual and PReLU of a vector of channel0 alone.
   __device__ __forceinline__ void extend_one(const FwdTile& d, const Vec<T, kVec>& residual, float (&x)[kVec]) const {
-    if constexpr (Traits::kExtends) {
-      if (!p.is_extended) return;
-      add_residual<Traits::kAct>(p, residual, x);
-      if (!p.slopes.data) return;
+    add_residual<Traits::kAct>(p, residual, x);
+    if (!p.slopes.data) return;
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) x[j] = prelu(x[j], d.slope);
-    }
+    for (int j = 0; j < kVec; ++j) x[j] = prelu(x[j], d.slope);
   }
 
   // Vectors first + 32 * k, k < kPasses, that read(k) gives, to `to` + 32 * k vectors.
@@ -344,7 +349,9 @@ struct FwdBlock
           input[i] = read(k + i);
           values_of<Traits::kPre>(input[i], p.pre_act, x[i]);
           scale_shift(x[i], mean, scale, shift);
-          extend_one(d, residuals.values[k + i], x[i]);
+          if constexpr (Traits::kExtends) {
+            if (p.is_extended) extend_one(d, residual_at(residuals, k + i, to + (k + i) * 32 * kVec), x[i]);
+          }
         }
         walk(x);
 #pragma unroll
@@ -383,7 +390,10 @@ struct FwdBlock
           scale_shift_two(x[i], mean, rstd, column_of[u], length, d.channel0 + row_of[u],
                           [&](int64_t channel) { return scaled_affine(channel); });
         }
-        if constexpr (Traits::kExtends) extend<Traits::kAct>(p, to + u * 32 * kVec, residuals.values[u], x[i]);
+        if constexpr (Traits::kExtends) {
+          T* const at = to + u * 32 * kVec;
+          if (p.is_extended) extend<Traits::kAct>(p, at, residual_at(residuals, u, at), x[i]);
+        }
       }
       if constexpr (kSet > 1) __syncwarp();  // all lanes are here
       walk(x);
