@@ -1,10 +1,10 @@
-"""Draws the tables of docs/fuzz.md from the runs in benchmarks/results/fuzz/*.json.
+"""Draws the counts of docs/fuzz.md from the runs in benchmarks/results/fuzz/*.json.
 
     python benchmarks/fuzz_table.py           # writes the page between its markers
     python benchmarks/fuzz_table.py --check   # changes nothing; exit status 1 when a table is not current
 
 A run is ``python -m kgopt fuzz --json benchmarks/results/fuzz/<device>_<kind>.json``. Parts of one (``--first``), in
-files ``<device>_<kind>_<part>.json``, are one table.
+files ``<device>_<kind>_<part>.json``, count as one.
 """
 
 from __future__ import annotations
@@ -23,17 +23,44 @@ BEGIN = "<!-- counts: begin (drawn by benchmarks/fuzz_table.py) -->"
 END = "<!-- counts: end -->"
 
 
+def machine(run: dict[str, Any]) -> str:
+    """Where it ran."""
+    e = run["environment"]
+    return str(e["gpu"] or e["cpu"])
+
+
+def summary(runs: list[dict[str, Any]]) -> str:
+    """All of them, a row each, the newest first."""
+    lines = [
+        "| machine | kind | date | torch | cuDNN | commit | seed | cases | seconds | processes | failed |",
+        "|---|---|---|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for run in sorted(runs, key=lambda run: str(run["environment"]["date"]), reverse=True):
+        e = run["environment"]
+        failed = f"{run['failed']}" + (f", {run['out_of_memory']} out of memory" if run["out_of_memory"] else "")
+        lines.append(
+            f"| {machine(run)} | {run['kind']} | {e['date'][:10]} | {e['torch'].split('+')[0]} | {e['cudnn'] or ''} "
+            f"| {e['commit']} | {run['seed']} | {run['cases']:,} | {run['seconds']:.0f} | {run['workers']} | {failed} |"
+        )
+    return "\n".join(lines)
+
+
+def newest(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each machine and kind the last run that was no small one."""
+    last: dict[tuple[str, str], dict[str, Any]] = {}
+    for run in sorted(runs, key=lambda run: str(run["environment"]["date"])):
+        key = machine(run), run["kind"]
+        if key not in last or run["cases"] >= last[key]["cases"] / 2:
+            last[key] = run
+    return list(last.values())
+
+
 def table(run: dict[str, Any]) -> str:
-    """A run's counts by op and dtype, and what it was."""
-    e, counts = run["environment"], run["counts"]
-    where = e["gpu"] or e["cpu"]
-    versions = f"torch {e['torch']}" + (f", cuDNN {e['cudnn']}" if e["cudnn"] else "")
-    memory = f", {run['out_of_memory']} out of memory" if run["out_of_memory"] else ""
+    """A run's counts by op and dtype."""
+    counts = run["counts"]
     shown = columns(counts)
     lines = [
-        f"**{where}, {run['kind']}** ({versions}, kgopt {e['kgopt']} at {e['commit']}, {e['date'][:10]}): "
-        f"seed {run['seed']}, {run['cases']:,} cases in {run['seconds']:.0f} s by {run['workers']} processes, "
-        f"**{run['failed']} failed**{memory}.",
+        f"**{machine(run)}, {run['kind']}**, seed {run['seed']}:",
         "",
         f"| op | {' | '.join(shown)} | all |",
         "|---|" + "---:|" * (len(shown) + 1),
@@ -70,7 +97,8 @@ def drawn(page: str) -> str:
     runs = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results" / "fuzz").glob("*.json"))]
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    return before + "\n\n".join([BEGIN, *map(table, joined(runs)), END]) + after
+    runs = joined(runs)
+    return before + "\n\n".join([BEGIN, summary(runs), *map(table, newest(runs)), END]) + after
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 os.environ["KGOPT_VERDICTS"] = "0"  # what somebody measured before is no part of a test, nor to be forgotten by one
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # docs/fuzz.md says what oneDNN does in bf16 otherwise
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # docs/log/findings.md: oneDNN in bf16
 
 
 def pytest_addoption(parser):

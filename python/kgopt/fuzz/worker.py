@@ -22,7 +22,7 @@ __all__ = ["CHECKED", "FINDING", "NO_MEMORY", "draw_case", "serve"]
 CHECKED, FINDING, NO_MEMORY = "checked", "finding", "out of memory"
 
 # oneDNN's bf16 convolutions of volumes one position deep read memory that nobody wrote where they use the CPU's
-# instructions for bf16 (docs/fuzz.md), so PyTorch is asked without them. Read at oneDNN's first call.
+# instructions for bf16 (docs/log/findings.md), so PyTorch is asked without them. Read at oneDNN's first call.
 ONEDNN_MAX_CPU_ISA = "AVX512_CORE"
 
 
