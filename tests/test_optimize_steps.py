@@ -83,6 +83,43 @@ class SumBehind(Net):
         return torch.tanh(x + h)
 
 
+class Triples(Net):
+    """Only statements that were nothing else fused: this norm and its activation stand in a sum."""
+
+    acts = ("silu", "leaky_relu(0.2)", "silu", "leaky_relu(0.2)")
+
+    def __init__(self):
+        super().__init__()
+        parts = ((nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU()) for _ in range(2))
+        self.blocks = nn.ModuleList([nn.ModuleList(three) for three in parts])
+
+    def forward(self, x):
+        for conv, norm, act in self.blocks:
+            h = conv(x)
+            x = act(norm(h)) + x * 0.5
+            h = x.clone()
+            h += self.act(norm(x))
+            x = h
+        return x
+
+
+class Dense(Net):
+    """As a DenseNet's layers, in a list that the method fills."""
+
+    acts = ("relu", "relu", "silu")
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.GroupNorm(2, 4), nn.GroupNorm(4, 8)])
+        self.convs = nn.ModuleList([nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)])
+
+    def forward(self, x):
+        found = [x]
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            found.append(conv(F.relu(norm(torch.cat(found, 1)))))
+        return torch.cat([getattr(F, "silu")(self.norms[0](found[2])), x], 1)  # noqa: B009
+
+
 class Leaves(Net):
     """What waits is asked for where the loop is left, and where another round keeps it."""
 
@@ -204,7 +241,10 @@ class Written(Net):
         return h + x
 
 
-NETS = (Zip, Index, Layers, SumBehind, Cached, Leaves, Named, ByGetattr, Functions, Optional, Missing, Wrapped)
+NETS = (
+    *(Zip, Index, Layers, SumBehind, Triples, Dense, Cached, Leaves, Named, ByGetattr, Functions, Optional, Missing),
+    Wrapped,
+)
 
 
 @pytest.mark.parametrize("make", NETS)

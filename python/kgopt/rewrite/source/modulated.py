@@ -36,7 +36,15 @@ from kgopt.rewrite.meanings import describe_method
 from kgopt.rewrite.modulated import VIEWS, Modulation
 from kgopt.rewrite.modules import MORE
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.expressions import as_function, assign, call_of, evaluated_first, is_plain, of_one_argument
+from kgopt.rewrite.source.expressions import (
+    as_function,
+    assign,
+    call_of,
+    evaluated_first,
+    is_plain,
+    of_one_argument,
+    replace,
+)
 from kgopt.rewrite.source.maps import Maps
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
@@ -70,12 +78,69 @@ class Modulations:
         if any(self.method.may_catch(node) for node in ast.walk(tree)):
             return  # what handles an error may read the value
         self.of_self = self._from_self()
+        self._name_values()
         maps = Maps(self.method)
         for root, loop in list(_roots(tree.body)):
             for path in list(self._assignments(root, [])):
                 self._write(path, root is not tree.body, loop)
         if self.name in self.method.sites:
             maps.write(self.name)
+
+    def _name_values(self) -> None:
+        """Gives what open norms and activations make a name where it is a part of something else.
+
+        ``x = act(norm(x)) + r`` becomes ``v = act(norm(x))``, ``x = v + r``, ``v = None``: only statements begin.
+        """
+        for body, _ in list(_roots(self.method.tree.body)):
+            self._name_values_in(body)
+        self.live = liveness(self.method.tree.body)
+
+    def _name_values_in(self, body: list[ast.stmt]) -> None:
+        for statement in list(body):
+            if isinstance(statement, ast.If):
+                self._name_values_in(statement.body)
+                self._name_values_in(statement.orelse)
+            elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)):
+                part = self._unnamed(statement)
+                if part is None:
+                    continue
+                name = f"_kgopt_value_of_{len(self.method.locals)}"
+                self.method.locals.add(name)
+                replace(statement, part, ast.copy_location(ast.Name(name, ast.Load()), part))
+                at = body.index(statement)
+                body.insert(at, assign(name, part, statement))
+                if not isinstance(statement, ast.Return):  # it lives no longer than it did
+                    body.insert(at + 2, assign(name, ast.copy_location(ast.Constant(None), statement), statement))
+
+    def _unnamed(self, s: Any) -> ast.Call | None:
+        """The largest part of a statement's value that passes an open norm and its activation on, one call around the
+        other, where it is not all of the value and nothing is computed ahead of it.
+        """
+        if s.value is None or (isinstance(s, ast.AugAssign) and not isinstance(s.target, ast.Name)):
+            return None
+        is_whole = isinstance(s, (ast.Assign, ast.AnnAssign, ast.Return))
+        if is_whole and self._passes(s.value):
+            return None
+        for e in _outside_scopes(s.value):  # the outer ones first
+            if self._passes(e) and evaluated_first(s.value, e):  # type: ignore[arg-type]
+                return e  # type: ignore[return-value]
+        return None
+
+    def _passes(self, e: Any) -> bool:
+        """Calls of one argument around each other, an open norm and its activation among them."""
+        calls: list[ast.Call] = []
+        while of_one_argument(e) and (self.is_open(e.func) or self._is_known(e)):
+            calls.append(e)
+            e = e.args[0]
+        return len(calls) > 1 and any(self.is_open(call.func) for call in calls)
+
+    def _is_known(self, call: ast.Call) -> bool:
+        """A module of the method's own, or a function that is an activation."""
+        if self.method.path(call.func) is not None:
+            return self.method.what(call.func)[0] in ("act", "conv", "norm", "same")
+        function = self.method.function(call.func)
+        node = None if function is None else self.method.described(function, call)
+        return node is not None and node.kind == "act"
 
     def _from_self(self) -> set[str]:
         """Local variables that may hold a child: what is assigned to them reads ``self``."""
