@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from kgopt import _acts
 from kgopt._layout import is_dense_channels_last
 from kgopt._scale_shift import fits
 from kgopt.rewrite import (
@@ -40,7 +39,7 @@ from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt, padding_in_number
 from kgopt.rewrite.functional_norms import ChannelNorm
 from kgopt.rewrite.glue.calls import CONVS, conv_arguments
 from kgopt.rewrite.graphs import machine
-from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method
+from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method, with_number
 from kgopt.rewrite.patterns import OTHER, Match, Node, match
 from kgopt.rewrite.replayed import Replayed
 from kgopt.rewrite.reporting import Report, SiteRow
@@ -52,13 +51,6 @@ _LOG = logging.getLogger("kgopt.rewrite")
 _NORMS = {f: n for f, n in ((F.group_norm, "group"), (F.instance_norm, "instance")) if originals.is_torchs(f)}
 _PRODUCTS = {f: f is operator.imul for f in (operator.mul, operator.imul, torch.mul) if originals.is_torchs(f)}
 _ADDCMUL = torch.addcmul if originals.is_torchs(torch.addcmul) else None
-# Of a value and a number: the op's activation, and what it makes of the number.
-_WITH_NUMBER: dict[str, tuple[str, Callable[[float], float]]] = {
-    **dict.fromkeys(("add", "iadd", "add_"), ("add", float)),
-    **dict.fromkeys(("sub", "isub", "sub_"), ("add", operator.neg)),
-    **dict.fromkeys(("mul", "imul", "mul_"), ("mul", float)),
-    **dict.fromkeys(("truediv", "itruediv", "div", "div_"), ("mul", lambda number: 1 / number)),
-}
 _FUNCTIONS_WITH_NUMBER = {
     f: f.__name__
     for module, names in ((operator, "add sub mul truediv iadd isub imul itruediv"), (torch, "add sub mul div"))
@@ -346,17 +338,16 @@ def _with_number(node: fx.Node) -> tuple[Node, list[fx.Node]] | None:
         name = str(node.target)
     else:
         return None
-    act, convert = _WITH_NUMBER.get(name, ("", float))
     x, number = node.args
     if name in ("add", "mul") and isinstance(number, fx.Node):
         x, number = number, x
     made, given = value(node), value(x)
-    if not act or not isinstance(x, fx.Node) or type(number) not in (int, float) or not (number or act == "add"):
+    text = with_number(name, number)
+    if text is None or not isinstance(x, fx.Node):
         return None
     if not isinstance(made, Tensor) or not isinstance(given, Tensor) or made.dtype is not given.dtype:
         return None  # of integers
-    text = _acts.text(act, convert(number))  # type: ignore[arg-type]
-    return None if text is None else (Node("act", name=text, is_number=True), [x])
+    return Node("act", name=text, is_number=True), [x]
 
 
 def _adds(add: Node, other: Node) -> bool:

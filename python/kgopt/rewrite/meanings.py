@@ -246,6 +246,26 @@ def activation_of_function(function: Any) -> str | None:
     return node.name if node is not None and node.kind == "act" and untouched(function)() else None
 
 
+# What a function or a method of a tensor makes of a number, as an activation: its name, and what becomes of the number.
+_WITH_NUMBER: dict[str, tuple[str, Callable[[float], float]]] = {
+    **dict.fromkeys(("add", "iadd", "add_"), ("add", float)),
+    **dict.fromkeys(("sub", "isub", "sub_"), ("add", operator.neg)),
+    **dict.fromkeys(("mul", "imul", "mul_"), ("mul", float)),
+    **dict.fromkeys(("truediv", "itruediv", "div", "div_"), ("mul", lambda number: 1 / number)),
+}
+
+
+def with_number(name: str, number: Any, reverse: bool = False) -> str | None:
+    """A value plus, minus, times or divided by a number, as an activation; None: something else.
+
+    ``reverse``: the number stands in front.
+    """
+    act, convert = _WITH_NUMBER.get(name, ("", float))
+    if not act or type(number) not in (int, float) or not (number or act == "add"):
+        return None
+    return None if reverse and convert is not float else text(act, convert(number))
+
+
 def is_activation(module: Any) -> bool:
     """An activation that is known, perhaps with parameters that the ops do not have."""
     return type(module) in _ACTIVATION_MODULES

@@ -90,7 +90,10 @@ def match(
         pre.insert(0, before)
         before = before.inputs[0]
     conv = before if before.kind == "conv" else None
-    if before.kind == "norm":
+    source = before
+    while source.kind in ("act", "same") and source.inputs:
+        source = source.inputs[0]
+    if source.kind == "norm":
         pre = []  # they belong to that one
 
     post: list[Node] = []

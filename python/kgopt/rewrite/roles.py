@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,17 @@ from kgopt.rewrite.watching import is_hooked
 # The role of an expression such as ``self.norm1``: (kind, name, inplace).
 Role = tuple[str, str, bool]
 Path = tuple[str | int, ...]  # ``self.a.b[0]`` is ("a", "b", 0)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that a module holds, with which its code calculates (``h / self.divisor``)."""
+
+    value: float
+
+    def is_still(self, value: Any) -> bool:
+        """Whether that is what the module holds now."""
+        return type(value) is type(self.value) and bool(value == self.value)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -54,7 +66,7 @@ def role_of(module: Any) -> Role | None:
 
 def role_in_code(root: nn.Module, path: Path) -> Role | None:
     """:func:`role_of` what a path means. Beside that: "up", an upsampling; "pad", zero padding; "tail", a Sequential;
-    "function", an attribute or a method that is an activation, and no module.
+    "function", an attribute or a method that is an activation, and no module; "number", one that the module holds.
 
     A tail ends in a convolution or a norm (as a forward may, see :mod:`~kgopt.rewrite.source`), or passes its input on
     to one, and can wait for a sum. Of a path that begins with "" only: is it a module, or None?
@@ -65,6 +77,9 @@ def role_in_code(root: nn.Module, path: Path) -> Role | None:
     module = child_at(root, path)
     role = role_of(module)
     if module is None and len(path) == 1 and isinstance(path[0], str):
+        number = root.__dict__.get(path[0])
+        if type(number) in (int, float):
+            return ("number", repr(number), False)
         return ("function", "", False) if activation_of_function(_attribute(root, path[0])) else None
     if role is None and isinstance(module, nn.Module) and not is_hooked(module):
         if is_upsampler(module):

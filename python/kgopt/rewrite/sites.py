@@ -28,6 +28,7 @@ from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.known import Known
 from kgopt.rewrite.meanings import CONV_MODULES, activation_class, activation_of, is_identity, untouched
 from kgopt.rewrite.modules import guard_methods, has_own_methods, is_as_is, runs_as_is
+from kgopt.rewrite.roles import Number
 from kgopt.rewrite.watching import any_global_hooks, is_hooked
 from kgopt.torch_private import any_requires_grad, len_torch_function_stack
 
@@ -53,8 +54,8 @@ LEAVES: dict[str, list[Any]] = {"group": [], "instance": []}  # filled by rewrit
 class Site:
     """One chain in a forward.
 
-    ``roles`` says what the operands before x are: "conv", "norm", "same", an activation's name, or a function itself;
-    ``methods`` are those of tensors that the code calls.
+    ``roles`` says what the operands before x are: "conv", "norm", "same", an activation's name, a function itself, or
+    the :class:`~kgopt.rewrite.roles.Number` that a module holds; ``methods`` are those of tensors that the code calls.
     """
 
     inside: Any = None  # PyTorch's class, of the site in the forward of a norm
@@ -84,7 +85,8 @@ class Site:
         self.leaf: Any
         self.leaf, self.is_untouched = self.untouched[0] if self.untouched else (None, self._without_leaf())
         # Functions of the user's that were read.
-        self.read = {i: untouched(f) for i, f in self.others if not (isinstance(f, str) or originals.of_function(f))}
+        functions = [(i, role) for i, role in self.others if not isinstance(role, (str, Number))]
+        self.read = {i: untouched(f) for i, f in functions if not originals.of_function(f)}
         # Operands before this one may be activations that write into the input of the chain.
         self.in_front = 0 if chain.conv else self.norm_at
 
@@ -105,6 +107,8 @@ class Site:
 
     def _places_beside(self) -> Iterator[originals.Place]:
         for _, role in self.others:
+            if isinstance(role, Number):
+                continue
             if not isinstance(role, str):
                 yield from originals.of_function(role)
             elif (cls := activation_class(role)) is not None:
@@ -145,7 +149,10 @@ class Site:
             return False
         for i, role in self.others:
             operand = operands[i]
-            if not isinstance(role, str):
+            if isinstance(role, Number):
+                if not role.is_still(operand):
+                    return False
+            elif not isinstance(role, str):
                 if operand is not role or (i in self.read and not self.read[i]()):
                     return False
             elif role == "conv":

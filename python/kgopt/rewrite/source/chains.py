@@ -13,12 +13,22 @@ from typing import Any
 
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.glue.heads import FollowedSite
-from kgopt.rewrite.meanings import describe_method
+from kgopt.rewrite.meanings import UNKNOWN, describe_method, with_number
 from kgopt.rewrite.patterns import OTHER, Match, Node, is_trivial, match, why_alone
-from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.expressions import assign, call_of, evaluated_first, is_listed, of_one_argument, replace
+from kgopt.rewrite.roles import Number, Path
+from kgopt.rewrite.source.expressions import (
+    assign,
+    call_of,
+    constant,
+    evaluated_first,
+    is_listed,
+    of_one_argument,
+    replace,
+)
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
+
+_ARITHMETIC = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}  # tensors' methods
 
 
 @dataclass
@@ -159,6 +169,8 @@ class Chains:
 
     def _known(self, e: ast.expr, k: int) -> tuple[Node, list[ast.expr]] | None:
         """The node of an expression that chains know, and the expressions of its inputs."""
+        if isinstance(e, ast.BinOp) and (made := self._with_number(e, k)) is not None:
+            return made
         if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Add):
             return Node("add", origin=_Origin(e, k, methods=("__add__",))), [e.left, e.right]
         if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Mult):
@@ -186,6 +198,25 @@ class Chains:
             if node is not None and node.kind != "add":
                 node.origin = _Origin(e, k, methods=(e.func.attr,))
                 return node, [e.func.value]
+        return None
+
+    def _with_number(self, e: ast.BinOp, k: int) -> tuple[Node, list[ast.expr]] | None:
+        """``h / 2``, ``h * self.scale``: a value and a number, which stands there or is held by the module."""
+        method = _ARITHMETIC.get(type(e.op))
+        if method is None:
+            return None
+        for value, other in ((e.left, e.right), (e.right, e.left)):
+            number = constant(other)
+            held = number is UNKNOWN and self.method.path(other) is not None
+            kind, text, _ = self.method.what(other) if held else ("", "", False)
+            if kind == "number":
+                number = ast.literal_eval(text)
+            name = with_number(method, number, reverse=other is e.left)
+            if name is None:
+                continue
+            called = f"__{'r' if other is e.left else ''}{method}__"
+            origin = _Origin(e, k, None, other if held else None, Number(number) if held else None, (called,))
+            return Node("act", name=name, is_number=True, origin=origin), [value]
         return None
 
     def _gated(self, e: ast.BinOp, k: int) -> tuple[Node, list[ast.expr]] | None:

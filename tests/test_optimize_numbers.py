@@ -1,0 +1,116 @@
+"""A norm's value, and numbers that stand in the code or that the module holds: part of the norm's op."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kgopt
+from optimize_pairs import check, check_compiled, pair
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.other = nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)
+        self.divisor, self.factor, self.offset, self.flag = 2.0, -0.5, 3, True
+
+
+class Literals(Net):
+    acts = ("mul(0.5)+add(1.0)", "add(-2.0)+mul(0.25)+relu", "mul(3.0)")
+
+    def forward(self, x):
+        x = self.norm(self.conv(x)) * 0.5 + 1
+        x = F.relu((self.norm(x) - 2) / 4)
+        return 3 * self.other(x)
+
+
+class Held(Net):
+    acts = ("mul(0.5)", "mul(-0.5)+add(3.0)+tanh")
+
+    def forward(self, x):
+        x = self.conv(x)
+        x = self.norm(x)
+        x = x / self.divisor
+        return torch.tanh(self.offset + self.factor * self.other(x))
+
+
+class Others(Net):
+    """What is no such number: in front, a power, another order, zero, a truth value, a tensor."""
+
+    acts = ("none", "none", "none", "none", "none")
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1, 1, 1, 1), 0.5))
+
+    def forward(self, x):
+        x = self.norm(x * 2) ** 2
+        x = 1 - self.norm(x)
+        x = 1 / self.norm(x).abs().add(1)
+        x = self.norm(x) + self.flag
+        return self.other(x) * self.scale
+
+
+class ReadTwice(Net):
+    acts = ("none",)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return h * 2 + h.mean()
+
+
+NETS = (Literals, Held, Others, ReadTwice)
+
+
+@pytest.mark.parametrize("make", NETS)
+def test_one_op(make, ran):
+    net, original = pair(make)
+    check(net, original)
+    assert tuple(a for a in ran if a != "none") == tuple(a for a in make.acts if a != "none")
+    for again in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        ran.clear()
+        check(again, original)
+        assert tuple(a for a in ran if a != "none") == tuple(a for a in make.acts if a != "none")
+
+
+@pytest.mark.parametrize("make", NETS)
+def test_compiled(make):
+    check_compiled(*pair(make))
+
+
+def test_another_number_later(ran):
+    net, original = pair(Held)
+    for number in (2.0, 4.0, 2, torch.tensor(3.0, dtype=torch.float64)):
+        net.divisor = original.divisor = number
+        ran.clear()
+        check(net, original)
+        assert ("mul(0.5)" in ran) is (type(number) is float and number == 2.0)
+    fast = torch.compile(net, backend="eager")
+    for number in (2.0, 5.0, 7.0):
+        net.divisor = original.divisor = number
+        check(fast, original)
+
+
+def test_models_that_hold_other_numbers_do_not_share_code():
+    one, first = pair(Held)
+    with torch.random.fork_rng():
+        second = Held().double()
+    second.divisor = 8.0
+    two = copy.deepcopy(second)
+    kgopt.optimize(two, measure=False)
+    check(one, first)
+    check(two, second)
+
+
+def test_what_a_tensor_does_was_replaced(monkeypatch):
+    net, original = pair(Literals)
+    monkeypatch.setattr(torch.Tensor, "__truediv__", lambda x, y: torch.mul(x, y))
+    check(net, original)
+    monkeypatch.setattr(torch.Tensor, "__rmul__", lambda x, y: torch.mul(x, y) + 1)
+    check(net, original)
