@@ -77,7 +77,7 @@ peers: $(ENV) ## the libraries whose networks the tests optimize; without a pack
 	  echo "some libraries are not to be had: tests/test_peers.py skips their networks"
 
 test: install peers dev-module ## build, install and run the tests (GPU tests where there is a GPU)
-	@$(PY) -m pytest -n $(TEST_JOBS) $(ARGS)
+	@$(PY) -m pytest -n $(TEST_JOBS) --dist worksteal $(ARGS)
 
 demo: build-here ## the three pipelines on real data, compared with PyTorch
 	@$(PIP) install -q --force-reinstall --no-deps $(WHEEL)

@@ -72,9 +72,9 @@ def test_bits_after_restore(is_steady):
         compare._same_bits({"y": exact + 1e-6}, {"y": exact}, lambda: again)
 
 
+@pytest.mark.parametrize("format", compare.FORMATS)  # the first line varies first: see original
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.id)
-@pytest.mark.parametrize("format", compare.FORMATS)  # varies first: see original
 def test_peer(peer, format, device):
     skip_without(peer)
     with compare.steady(device):

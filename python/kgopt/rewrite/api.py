@@ -302,10 +302,11 @@ def _swap(
         if not reason and recipe is not norms.RECIPE:
             rows[id(module)].fill(source.derived.chain_of(module))
     _swap_channel_norms(modules, rows, refuse, measure)
+    analyses = source.Analyses()
     for path, module in reversed(modules):  # a module knows whether its children's forwards end in a norm
         if original_class(module) is None and not isinstance(module, (torch.fx.GraphModule, *NORMS)):
             calls = SiteState(measure=measure) if source.calls_norms(type(module)) and not refuse(path) else None
-            _rewrite_parent(path, module, rows, bool(excluded(path)), calls)
+            _rewrite_parent(path, module, rows, bool(excluded(path)), calls, analyses)
     for _, module in modules:
         if id(module) in rows and is_hooked(module) and not rows[id(module)].reason:
             rows[id(module)].reason = norms.hook_reason(module)
@@ -329,7 +330,12 @@ def _swap_channel_norms(
 
 
 def _rewrite_parent(
-    name: str, parent: nn.Module, rows: dict[int, SiteRow], excluded: bool, calls: SiteState | None
+    name: str,
+    parent: nn.Module,
+    rows: dict[int, SiteRow],
+    excluded: bool,
+    calls: SiteState | None,
+    analyses: source.Analyses,
 ) -> None:
     """Gives a module whose code fuses a class of its own, and fills in the rows of the norms in it.
 
@@ -343,7 +349,7 @@ def _rewrite_parent(
     pads = not excluded and source.pads(parent, cls)
     if not (has_norms or pads or calls or source.converts(parent, cls) or source.upsamples(parent, cls)):
         return
-    recipe, found, refused, only_asked = source.analyze(parent, cls)
+    recipe, found, refused, only_asked = analyses.of(parent, cls)
     failed = classes.give(parent, cls, (("source", recipe),)) if recipe else ""
     if any(in_method.pads for in_method in found) and not failed:
         known.put(parent, pads=True)

@@ -19,6 +19,7 @@ _PARTS = ("source", "sequential")
 
 def give(root: nn.Module) -> None:
     """Rewrites the code of modules around convolutions that have room for more, unless that was done for a norm."""
+    analyses = source.Analyses()
     for module in list(root.modules()):
         original, recipe = classes.recipe_of(module)
         is_done = any(part[0] in _PARTS for part in recipe)
@@ -28,7 +29,7 @@ def give(root: nn.Module) -> None:
             continue
         if isinstance(module, nn.Sequential) and runs_like_sequential(module):
             sequential.rewrite(module, {}, convs=True)
-        elif methods := source.analyze(module, original).recipe:
+        elif methods := analyses.of(module, original).recipe:
             classes.give(module, original, (*recipe, ("source", methods)))
         if classes.recipe_of(module)[1] != recipe:
             known.put(module, joins=True)

@@ -40,7 +40,6 @@ small        users' modules that are an activation, or nothing
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -63,6 +62,7 @@ from kgopt.rewrite.source.heads import Heads
 from kgopt.rewrite.source.inherited import inherit, inherited_calls
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.modulated import Modulations
+from kgopt.rewrite.source.names import walk
 from kgopt.rewrite.source.norm_calls import calls_norms as calls_norms
 from kgopt.rewrite.source.norm_calls import calls_norms_in, replace_norm_calls
 from kgopt.rewrite.source.padded import Paddings, pads_in
@@ -161,13 +161,35 @@ _ANY_CHILD = {"children", "named_children", "modules", "named_modules", "_module
 def _called(method: Method, children: set[str]) -> set[str]:
     """Those of which a method may do more than ask for their parameters."""
     tree, path = method.tree, method.path
-    asked = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in _ASKED}
-    owners = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and id(n) not in asked]
+    asked = {id(n.value) for n in walk(tree) if isinstance(n, ast.Attribute) and n.attr in _ASKED}
+    owners = [n for n in walk(tree) if isinstance(n, ast.Attribute) and id(n) not in asked]
     return {own[0] for n in owners if (own := path(n)) is not None and len(own) == 1 and own[0] in children}  # type: ignore[misc]
 
 
-def analyze(module: nn.Module, cls: type) -> Analysis:
-    """Reads the methods of a module's class."""
+class Analyses:
+    """Those of the modules of one network: blocks of a class are read once, as long as their children do the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[tuple[dict[Path, Role | None], Analysis]]] = {}
+
+    def of(self, module: nn.Module, cls: type) -> Analysis:
+        """What the methods of a module's class hold."""
+        replaced = frozenset(name for name, _ in own_methods(cls) if name in module.__dict__)
+        known = self._known.setdefault((cls, frozenset(module._modules), replaced), [])
+        for roles, found in known:
+            if all(role_in_code(module, path) == role for path, role in roles.items()):
+                return found
+        asked: dict[Path, Role | None] = {}
+
+        def role(path: Path) -> Role | None:
+            asked[path] = role_in_code(module, path)
+            return asked[path]
+
+        known.append((asked, _analyze(module, cls, role)))
+        return known[-1][1]
+
+
+def _analyze(module: nn.Module, cls: type, role: Callable[[Path], Role | None]) -> Analysis:
     recipe: list[tuple[str, Roles]] = []
     found: list[Found] = []
     refused: dict[str, str] = {}
@@ -186,7 +208,7 @@ def analyze(module: nn.Module, cls: type) -> Analysis:
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} was replaced on the instance"))
             continue
         try:
-            method = _method(function, functools.partial(role_in_code, module))
+            method = _method(function, role)
             called |= _called(method, mentioned)
             in_methods = [_rewrite(method), *_inherit(method, cls)]
         except CannotRewriteError as error:

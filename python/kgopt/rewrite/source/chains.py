@@ -26,7 +26,7 @@ from kgopt.rewrite.source.expressions import (
     replace,
 )
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
+from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, reads, walk, writes
 
 _ARITHMETIC = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}  # tensors' methods
 
@@ -321,7 +321,7 @@ class Chains:
             methods = tuple(dict.fromkeys(m for n in found.nodes for m in n.origin.methods))
             self.method.sites[name] = FollowedSite(found.chain, tuple(o.role for o in operands), methods)
             self.found.chains.setdefault(path, []).append(found.chain)
-            arguments = [copy.deepcopy(o.operand) for o in operands] + [copy.deepcopy(first.argument)]
+            arguments = [copied(o.operand) for o in operands] + [copied(first.argument)]
             place = last.expression
             ready, run = call_of(name, "ready", arguments, place), call_of(name, "run", arguments, place)
             whole = getattr(body[span[-1]], "value", None) is place
@@ -334,7 +334,7 @@ class Chains:
                 choice = ast.copy_location(ast.IfExp(ready, run, original), place)
                 replace(body[span[0]], place, choice)
             else:
-                originals = [copy.deepcopy(body[k]) for k in span]
+                originals = [copied(body[k]) for k in span]
                 final = body[span[-1]]
                 self._look_up_once(ready, run, name)
                 replace(final, place, run)
@@ -357,7 +357,7 @@ class Chains:
     def _follower(self, body: list[ast.stmt], k: int) -> ast.expr | None:
         """The module that the next statement gives the value of statement ``k`` to, where nothing else reads it."""
         target = self.method.target(body[k])
-        if target is None or k + 1 >= len(body) or any(self.method.may_catch(n) for n in ast.walk(self.method.tree)):
+        if target is None or k + 1 >= len(body) or any(self.method.may_catch(n) for n in walk(self.method.tree)):
             return None  # what handles an error may read the value
         statement = body[k + 1]
         call = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
@@ -369,4 +369,4 @@ class Chains:
         read_later = isinstance(statement, ast.Assign) and self.method.target(statement) != target
         if read_later and target in self.live.after.get(id(statement), {target}):
             return None
-        return copy.deepcopy(call.func)
+        return copied(call.func)

@@ -20,7 +20,7 @@ from torch import nn
 
 from kgopt.rewrite.disguise import as_original
 from kgopt.rewrite.source.expressions import placed
-from kgopt.rewrite.source.names import SCOPES
+from kgopt.rewrite.source.names import SCOPES, walk
 from kgopt.rewrite.standing import Standing
 
 _FUTURE_FLAGS = sum(getattr(_future, name).compiler_flag for name in _future.all_feature_names)
@@ -61,11 +61,11 @@ def _only_calls(function: types.FunctionType, name: str) -> bool:
         tree = _tree_of(function)
     except CannotRewriteError:
         return False
-    nodes = list(ast.walk(tree))
+    nodes = list(walk(tree))
     called = {id(n.func) for n in nodes if isinstance(n, ast.Call)}
     reads = [n for n in nodes if isinstance(n, ast.Name) and n.id == name]
     # One whose own decorator (functools.wraps) reads it as well; that has run.
-    decorators = {id(n) for d in tree.decorator_list for n in ast.walk(d)}
+    decorators = {id(n) for d in tree.decorator_list for n in walk(d)}
     return all(id(n) in called or id(n) in decorators for n in reads) and not function.__code__.co_cellvars
 
 

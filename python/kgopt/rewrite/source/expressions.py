@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import copy
 from typing import Any, TypeVar
 
 from kgopt.rewrite.meanings import UNKNOWN
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.names import SCOPES
+from kgopt.rewrite.source.names import SCOPES, copied, walk
 
 Node = TypeVar("Node", bound=ast.AST)
 
@@ -73,7 +72,7 @@ def text_of(path: Path) -> str:
 
 def placed(tree: Node, place: ast.AST) -> Node:
     """A tree, on the lines of ``place``."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if "lineno" in node._attributes:
             ast.copy_location(node, place)
     return tree
@@ -82,7 +81,7 @@ def placed(tree: Node, place: ast.AST) -> Node:
 def call_of(site: str, method: str, arguments: list[ast.expr], place: ast.AST) -> ast.Call:
     """``site.method(*arguments)``, on the lines of ``place``."""
     function = ast.Attribute(ast.Name(site, ast.Load()), method, ast.Load())
-    return placed(ast.Call(function, copy.deepcopy(arguments), []), place)
+    return placed(ast.Call(function, [copied(n) for n in arguments], []), place)
 
 
 def of_one_argument(e: Any) -> bool:
@@ -97,7 +96,7 @@ def is_listed(call: ast.Call) -> bool:
 
 def as_function(call: ast.Call, method: str = "") -> ast.Lambda:
     """What a call makes of its first argument, as a function; ``method``: of what it is called of."""
-    made, value = copy.deepcopy(call), ast.Name("_kgopt_value", ast.Load())
+    made, value = copied(call), ast.Name("_kgopt_value", ast.Load())
     if method:
         made.func = ast.Attribute(value, method, ast.Load())
     else:
@@ -114,7 +113,7 @@ def assign(name: str, value: ast.expr, place: ast.stmt) -> ast.stmt:
 
 def replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
     """Puts a node in the place of another, somewhere in a tree."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         for name, value in ast.iter_fields(node):
             if value is old:
                 setattr(node, name, new)
@@ -138,7 +137,7 @@ def evaluated_first(whole: ast.expr, part: ast.expr) -> bool:
         return False
     for child in children:
         inner = child.value if isinstance(child, ast.keyword) else child
-        if any(n is part for n in ast.walk(inner)):
+        if any(n is part for n in walk(inner)):
             return isinstance(inner, ast.expr) and evaluated_first(inner, part)
         if not is_plain_load(inner):
             return False

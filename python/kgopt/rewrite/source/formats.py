@@ -9,6 +9,7 @@ import torch
 from kgopt.rewrite.formats import Keep
 from kgopt.rewrite.source.expressions import call_of, replace
 from kgopt.rewrite.source.method import Method
+from kgopt.rewrite.source.names import walk
 
 # What may be asked of a tensor, or called with it, whatever its strides.
 _STRIDELESS = {"contiguous", "device", "dim", "dtype", "ndim", "shape", "size", "split"}
@@ -17,7 +18,7 @@ _STRIDELESS_FUNCTIONS = (torch.cat, torch.add, torch.split)
 
 def keep_formats(method: Method) -> None:
     """``h = h.contiguous()``, where all that becomes of h in this method takes any strides."""
-    parents = {child: node for node in ast.walk(method.tree) for child in ast.iter_child_nodes(node)}
+    parents = {child: node for node in walk(method.tree) for child in ast.iter_child_nodes(node)}
     for statement in [n for n in parents if isinstance(n, ast.Assign)]:
         call, target = statement.value, method.target(statement)
         if target is None or not isinstance(call, ast.Call) or call.args or call.keywords:

@@ -12,6 +12,7 @@ from torch import nn
 from kgopt.rewrite.source.code import undecorated
 from kgopt.rewrite.source.expressions import placed
 from kgopt.rewrite.source.method import Inherited, Method
+from kgopt.rewrite.source.names import walk
 
 
 def inherited_calls(method: Method, cls: type) -> Iterator[tuple[ast.Call, types.FunctionType]]:
@@ -23,7 +24,7 @@ def inherited_calls(method: Method, cls: type) -> Iterator[tuple[ast.Call, types
     if owner not in cls.__mro__:
         return
     above = cls.__mro__[cls.__mro__.index(owner) + 1 :]
-    for call in [n for n in ast.walk(method.tree) if isinstance(n, ast.Call)]:
+    for call in [n for n in walk(method.tree) if isinstance(n, ast.Call)]:
         of = call.func.value if isinstance(call.func, ast.Attribute) else None
         if not isinstance(of, ast.Call) or not isinstance(of.func, ast.Name) or of.func.id != "super" or of.args:
             continue

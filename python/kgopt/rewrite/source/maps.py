@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from kgopt.rewrite.source.expressions import call_of, is_listed, of_one_argument
 from kgopt.rewrite.source.method import Method
+from kgopt.rewrite.source.names import walk
 from kgopt.rewrite.source.quiet import is_quiet
 
 _OPERANDS = {"times", "plus", "times_in_place", "plus_in_place", "addcmul"}  # methods that take maps
@@ -93,7 +94,7 @@ class Maps:
                     u.names.discard(str(self.method.target(made)))
             writer = _Writer(self, u, site)
             behind = self._behind(u.statement)
-            if not any(writer.takes(node) for s in behind for node in ast.walk(s)):
+            if not any(writer.takes(node) for s in behind for node in walk(s)):
                 continue
             for s in behind:
                 writer.visit(s)
@@ -144,4 +145,4 @@ class _Writer(ast.NodeTransformer):
 
 
 def _loads(s: ast.AST, name: str) -> bool:
-    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in ast.walk(s))
+    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in walk(s))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import copy
 import types
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from kgopt.rewrite.patterns import Node
 from kgopt.rewrite.roles import Path, Role
 from kgopt.rewrite.source.code import CannotRewriteError
 from kgopt.rewrite.source.expressions import constant, path_of, text_of
-from kgopt.rewrite.source.names import writes
+from kgopt.rewrite.source.names import copied, walk, writes
 from kgopt.rewrite.waits import Written
 
 
@@ -51,7 +50,7 @@ class Method:
     ) -> None:
         self.code = function
         self.role_of = role
-        self.tree = copy.deepcopy(tree)
+        self.tree = copied(tree)
         self.sites: dict[str, Replacement] = {}
         self.used_roles: dict[str, Role] = {}
         self.gives = False  # it may return what is no tensor yet
@@ -64,11 +63,11 @@ class Method:
         self.self_name = (arguments.posonlyargs + arguments.args)[0].arg
         code = function.__code__
         self.hidden = set(code.co_cellvars)  # names that closures see
-        for node in ast.walk(self.tree):
+        for node in walk(self.tree):
             if isinstance(node, (ast.Global, ast.Nonlocal)):
                 self.hidden.update(node.names)
         self.locals = set(code.co_varnames) | set(code.co_cellvars)
-        called = {n.func.id for n in ast.walk(self.tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        called = {n.func.id for n in walk(self.tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
         if called & _LOOKS_AT_LOCALS:
             raise CannotRewriteError(f"calls {min(called & _LOOKS_AT_LOCALS)}(), which may read any variable")
         if self.self_name in {w for s in self.tree.body for w in writes(s)}:

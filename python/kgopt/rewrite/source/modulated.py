@@ -47,7 +47,7 @@ from kgopt.rewrite.source.expressions import (
 )
 from kgopt.rewrite.source.maps import Maps
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
+from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, reads, walk, writes
 from kgopt.rewrite.source.norm_calls import is_norm_call, parts_of, site_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
 
@@ -75,7 +75,7 @@ class Modulations:
     def run(self) -> None:
         """Writes them into the method's tree."""
         tree = self.method.tree
-        if any(self.method.may_catch(node) for node in ast.walk(tree)):
+        if any(self.method.may_catch(node) for node in walk(tree)):
             return  # what handles an error may read the value
         self.of_self = self._from_self()
         self._name_values()
@@ -145,7 +145,7 @@ class Modulations:
     def _from_self(self) -> set[str]:
         """Local variables that may hold a child: what is assigned to them reads ``self``."""
         found: set[str] = set()
-        for node in ast.walk(self.method.tree):
+        for node in walk(self.method.tree):
             source = node.value if isinstance(node, ast.Assign) else node.iter if isinstance(node, ast.For) else None
             if source is not None and self.method.self_name in reads(source):
                 found |= writes(node) if isinstance(node, ast.Assign) else writes(node.target)  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ class Modulations:
             id(n)
             for e in _outside_scopes(statement.value)
             if isinstance(e, ast.IfExp) and self._is_site(e.test)
-            for n in ast.walk(e)
+            for n in walk(e)
         }
         for call in reversed(list(_outside_scopes(statement.value))):  # the inner ones first
             if id(call) in chains or not isinstance(call, ast.Call) or not self._normalizes(call):
@@ -237,7 +237,7 @@ class Modulations:
         name = target.elts[0].id
         rest = [t for t in target.elts[1:] for t in (t.elts if isinstance(t, ast.Tuple) else [t])]
         ok = all(isinstance(t, ast.Name) or self._is_item_of_a_dict(t) for t in rest)
-        again = name in {n.id for t in rest for n in ast.walk(t) if isinstance(n, ast.Name)}
+        again = name in {n.id for t in rest for n in walk(t) if isinstance(n, ast.Name)}
         return name if ok and not again and name not in self.method.hidden else None
 
     def _is_item_of_a_dict(self, e: ast.expr) -> bool:
@@ -245,9 +245,9 @@ class Modulations:
         if not isinstance(e, ast.Subscript) or not isinstance(e.value, ast.Name) or not is_plain(e.slice):
             return False
         name, tree = e.value.id, self.method.tree
-        if name in self.method.hidden or any(a.arg == name for a in ast.walk(tree.args) if isinstance(a, ast.arg)):
+        if name in self.method.hidden or any(a.arg == name for a in walk(tree.args) if isinstance(a, ast.arg)):
             return False
-        inside = [s for s in ast.walk(tree) if isinstance(s, ast.stmt) and s is not tree and not isinstance(s, ast.If)]
+        inside = [s for s in walk(tree) if isinstance(s, ast.stmt) and s is not tree and not isinstance(s, ast.If)]
         made = [s for s in inside if name in writes(s)]
         return bool(made) and all(self.method.target(s) == name and isinstance(s.value, ast.Dict) for s in made)  # type: ignore[attr-defined]
 
@@ -428,7 +428,7 @@ class _Paths:
         """A statement that reads the variable once, the last to do so."""
         if not isinstance(s, (ast.Assign, ast.AnnAssign, ast.Return)) or s.value is None:
             return None
-        loads = [n for n in ast.walk(s) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+        loads = [n for n in walk(s) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
         if len(loads) != 1 or not any(n is loads[0] for n in _outside_scopes(s.value)):
             return None
         target = None if isinstance(s, ast.Return) else self.method.target(s)
@@ -441,7 +441,7 @@ class _Paths:
 
     def _value(self, s: Any) -> _Edit | None:
         """The new value of a statement that holds the base."""
-        parents = {child: node for node in ast.walk(s) for child in ast.iter_child_nodes(node)}
+        parents = {child: node for node in walk(s) for child in ast.iter_child_nodes(node)}
         assert self.base is not None
         before = self.is_scaled, self.is_shifted, self.is_acted, list(self.between)
         noted = self.is_scaled, self.is_shifted, self.is_acted, self.act
@@ -502,8 +502,8 @@ class _Paths:
                 return self.of.call("begin_with", [e.func, args], e)
             if isinstance(e, ast.Call):  # commit adds what is called while it waits
                 return self.of.call("step" if self.of.is_open(e.func) else "begin", [e.func, e.args[0]], e)
-            return copy.deepcopy(e)
-        if not any(n is self.base for n in ast.walk(e)):
+            return copied(e)
+        if not any(n is self.base for n in walk(e)):
             return None
         if isinstance(e, ast.BinOp) and isinstance(e.op, (ast.Mult, ast.Add)):
             left, right = self._waiting(e.left), self._waiting(e.right)
@@ -540,7 +540,7 @@ class _Paths:
 
     def _view(self, e: ast.Call) -> ast.expr | None:
         """A view of a value that may wait, by a method or a function; None for any other call."""
-        is_method = isinstance(e.func, ast.Attribute) and any(n is self.base for n in ast.walk(e.func.value))
+        is_method = isinstance(e.func, ast.Attribute) and any(n is self.base for n in walk(e.func.value))
         if is_method and e.func.attr in VIEWS:  # type: ignore[attr-defined]
             source, rest = e.func.value, e.args  # type: ignore[attr-defined]
             first: ast.expr = ast.Constant(e.func.attr)  # type: ignore[attr-defined]
@@ -556,7 +556,7 @@ class _Paths:
             return None
         made = self.of.call("view", [inner, first, *rest], e) if is_method else None
         made = made or self.of.call("view_by", [first, inner, *rest], e)
-        made.keywords = copy.deepcopy(e.keywords)
+        made.keywords = [copied(n) for n in e.keywords]
         return made
 
     def _note(self, is_product: bool) -> None:
@@ -607,7 +607,7 @@ class _Paths:
             self.method.gives = self.method.gives or self.is_given
         for edit in self.edits.values():
             s = edit.statement
-            for node in ast.walk(edit.value):
+            for node in walk(edit.value):
                 if self.between and _is_begin(node, of.name, *of.calls.values()):
                     names = map(ast.Constant, dict.fromkeys(self.between))
                     more = [ast.Name(self.method.self_name, ast.Load()), *names]
@@ -671,12 +671,12 @@ _TAKE = {
 def _is_operand(s: ast.stmt, name: str, site: str) -> bool:
     """Whether all that reads a variable in a statement are such methods, or it is returned as it is."""
     taken = {id(s.value)} if isinstance(s, ast.Return) else set()
-    for node in ast.walk(s):
+    for node in walk(s):
         function = node.func if isinstance(node, ast.Call) else None
         of = function.value if isinstance(function, ast.Attribute) and function.attr in _TAKE else None
         if isinstance(of, ast.Name) and of.id.startswith(site):
             taken |= {id(a) for a in node.args}  # type: ignore[attr-defined]
-    loads = [n for n in ast.walk(s) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+    loads = [n for n in walk(s) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
     return all(id(n) in taken for n in loads)
 
 
@@ -711,11 +711,11 @@ _ITEMS = {"values", "items", "keys", "children", "named_children"}
 
 def _only_iterates(e: ast.expr) -> bool:
     """Whether no code of the user's runs between the rounds of a loop."""
-    calls = [n.func for n in ast.walk(e) if isinstance(n, ast.Call)]
+    calls = [n.func for n in walk(e) if isinstance(n, ast.Call)]
     names = [f.id if isinstance(f, ast.Name) else f.attr if isinstance(f, ast.Attribute) else "" for f in calls]
     known = [_ITERATORS if isinstance(f, ast.Name) else _ITEMS for f in calls]
     are_known = all(name in of for name, of in zip(names, known, strict=True))
-    return are_known and not any(isinstance(n, SCOPES) for n in ast.walk(e))
+    return are_known and not any(isinstance(n, SCOPES) for n in walk(e))
 
 
 def _outside_scopes(e: ast.AST) -> Iterator[ast.AST]:

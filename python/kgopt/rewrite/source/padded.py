@@ -17,6 +17,7 @@ from kgopt.rewrite.padding import Pads
 from kgopt.rewrite.source.code import own_methods
 from kgopt.rewrite.source.expressions import constant, is_plain, of_one_argument
 from kgopt.rewrite.source.method import Method
+from kgopt.rewrite.source.names import walk
 from kgopt.rewrite.source.waiting import Block, Paths, Waiting
 
 _CONVS = ("conv2d", "conv3d")
@@ -59,7 +60,7 @@ class Paddings(Waiting):
         """Writes them; whether there are any."""
         has_any = super().run()
         self.method.only_convolves = self.method.takes and self.is_all
-        for node in ast.walk(self.method.tree):
+        for node in walk(self.method.tree):
             if has_any and isinstance(node, ast.Return) and self._is_of_child(node.value):
                 self.method.may_give = True
                 if self._gives:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import copy
 
 from kgopt.rewrite.meanings import describe_method
 from kgopt.rewrite.source.expressions import of_one_argument
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import blocks
+from kgopt.rewrite.source.names import blocks, copied, walk
 
 
 def sink(method: Method, body: list[ast.stmt]) -> None:
@@ -47,7 +46,7 @@ def _tails(method: Method, statement: ast.If) -> set[str]:
 
 
 def _acts_on(method: Method, statement: ast.Assign | ast.Return, name: str) -> bool:
-    for node in ast.walk(statement):
+    for node in walk(statement):
         if not isinstance(node, ast.Call):
             continue
         is_act = method.what(node.func)[0] in ("act", "same")
@@ -81,4 +80,4 @@ def _append(statement: ast.If, follower: ast.stmt) -> None:
         if isinstance(last, ast.If):
             _append(last, follower)
         elif not isinstance(last, (ast.Return, ast.Raise, ast.Break, ast.Continue)):
-            block.append(copy.deepcopy(follower))
+            block.append(copied(follower))

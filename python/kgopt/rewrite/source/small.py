@@ -27,6 +27,7 @@ from kgopt.rewrite import meanings
 from kgopt.rewrite.meanings import describe_function, describe_method
 from kgopt.rewrite.places import Places
 from kgopt.rewrite.source.code import CannotRewriteError, parse
+from kgopt.rewrite.source.names import walk
 from kgopt.rewrite.source.reading import Reading, UnreadError
 
 _SCALARS = (bool, int, float, str, type(None))
@@ -133,7 +134,7 @@ class Small(_Kept):
     def _names(self) -> tuple[str, ...]:
         tree = parse(self.forward)
         own = tree.args.args[0].arg
-        nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+        nodes = [n for n in walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
         return tuple(dict.fromkeys(n.attr for n in nodes if n.value.id == own))  # type: ignore[attr-defined]
 
     def means(self, module: Any, training: bool | None = None) -> Act | str | None:

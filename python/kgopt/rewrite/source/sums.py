@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +24,7 @@ from kgopt.rewrite.source.expressions import (
     replace,
 )
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
+from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, reads, walk, writes
 from kgopt.rewrite.source.norm_calls import is_norm_call, site_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
 from kgopt.rewrite.sums import Activated, Sum
@@ -183,7 +182,7 @@ class Sums:
         """Writes the sum that a statement computes of what the first one calls; whether it is one."""
         target, call = str(self.method.target(first)), first.value
         found = self._sum_with(statement.value, target, call, between)
-        loads = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == target]
+        loads = [n for n in walk(statement) if isinstance(n, ast.Name) and n.id == target]
         read = [n for n in loads if isinstance(n.ctx, ast.Load)]
         anew = self.method.target(statement) == target
         dead = anew or target not in liveness(self.method.tree.body).after.get(id(statement), set())
@@ -242,7 +241,7 @@ class Sums:
                 call: Any = statement.value  # type: ignore[attr-defined]
                 replace(statement, call, call_of(sum_name, "skip", [call.func, *call.args], call))
                 continue
-            loads = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == name]
+            loads = [n for n in walk(statement) if isinstance(n, ast.Name) and n.id == name]
             for load in loads:
                 if isinstance(load.ctx, ast.Load):
                     replace(statement, load, call_of(sum_name, "now", [load], load))
@@ -291,7 +290,7 @@ class Sums:
         self, value: ast.expr, name: str, call: ast.expr, between: list[str]
     ) -> tuple[ast.expr, list[ast.expr], ast.expr | None, list[ast.expr]] | None:
         """The sum of a variable and something plain, perhaps divided by an attribute, its parts, how it is written."""
-        for e in ast.walk(value):
+        for e in walk(value):
             divisor = None
             inner = e
             if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Div) and isinstance(e.right, ast.Attribute):
@@ -357,7 +356,7 @@ class Sums:
         """``self.act(a + b)``, once the sum is written, as one call."""
         if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) or statement.value is None:
             return
-        for call in list(ast.walk(statement.value)):
+        for call in list(walk(statement.value)):
             if isinstance(call, ast.Call) and call.args and self._is_sum(call.args[0]):
                 self._join(call, call.args[0])
             elif isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and self._is_sum(call.func.value):
@@ -381,11 +380,11 @@ class Sums:
         read: Any = call.func.value if is_method else call.args[0] if call.args else None  # type: ignore[attr-defined]
         if not isinstance(read, ast.Name) or read.id != name or len(reads(call) & {name}) != 1:
             return False
-        if sum(isinstance(n, ast.Name) and n.id == name for n in ast.walk(call)) != 1:
+        if sum(isinstance(n, ast.Name) and n.id == name for n in walk(call)) != 1:
             return False
         if not isinstance(second, ast.Return) and self.method.target(second) != name:
             return False  # the sum may be read later
-        if any(self.method.may_catch(n) for n in ast.walk(self.method.tree)):
+        if any(self.method.may_catch(n) for n in walk(self.method.tree)):
             return False  # so may what handles an error
         if is_method:
             call.func.value = total  # type: ignore[attr-defined]
@@ -436,7 +435,7 @@ class Sums:
         node = None if function is None else self.method.described(function, call)
         if node is None or node.kind != "act":
             return None
-        return as_function(call), [copy.deepcopy(call.func)], function, node.name
+        return as_function(call), [copied(call.func)], function, node.name
 
     # ------------------------------------------------------------------------------- activations behind convolutions
 

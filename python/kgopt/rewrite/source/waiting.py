@@ -9,7 +9,6 @@ functions ever see what is no tensor.
 from __future__ import annotations
 
 import ast
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from typing import Any, ClassVar
 from kgopt.rewrite.meanings import UNKNOWN
 from kgopt.rewrite.source.expressions import assign, call_of, constant, evaluated_first, is_plain, is_test, replace
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import SCOPES, blocks, liveness, reads, writes
+from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, reads, walk, writes
 
 Block = list[ast.stmt]
 _Stop = tuple[Block, ast.stmt, list[ast.expr]]  # a block, the statement in it, what ``now`` or ``beside`` is given
@@ -112,12 +111,12 @@ class Waiting(ABC):
     def _begin(self, call: Any) -> ast.Call:
         first = [self._begin(a) if self.begins(a) else a for a in call.args[:1]]
         made = call_of(self.name, "begin", [call.func, *first, *call.args[1:]], call)
-        made.keywords = copy.deepcopy(call.keywords)
+        made.keywords = [copied(n) for n in call.keywords]
         return made
 
     def _through(self, call: ast.Call, value: ast.expr) -> ast.Call:
         made = call_of(self.name, "through", [*self.before_conv(), call.func, value, *call.args[1:]], call)
-        made.keywords = copy.deepcopy(call.keywords)
+        made.keywords = [copied(n) for n in call.keywords]
         return made
 
     def _skip(self, call: ast.Call) -> ast.Call:
@@ -143,7 +142,7 @@ class Waiting(ABC):
                 yield from self._nested(block)
             if inner:
                 continue
-            for e in ast.walk(statement):
+            for e in walk(statement):
                 if self.convolves(e) and self.begins(self.value_of(e)):  # type: ignore[arg-type]
                     yield statement, e  # type: ignore[misc]
 
@@ -194,7 +193,7 @@ class Paths:
         """
         if not isinstance(s, (ast.Assign, ast.AnnAssign, ast.Return)) or s.value is None:
             return None
-        loads = [n for n in ast.walk(s) if isinstance(n, ast.Name) and n.id == self.name]
+        loads = [n for n in walk(s) if isinstance(n, ast.Name) and n.id == self.name]
         if sum(isinstance(n.ctx, ast.Load) for n in loads) != 1:
             return None
         target = None if isinstance(s, ast.Return) else self.method.target(s)
@@ -203,7 +202,7 @@ class Paths:
             return None
         if self.of.may_follow and id(s) in self.of.begun and self._begins_with_it(self.of.begun[id(s)][1]):
             return s, None
-        for e in ast.walk(s.value):
+        for e in walk(s.value):
             if not isinstance(e, ast.Call) or not evaluated_first(s.value, e):
                 continue
             if self.of.convolves(e) and self._is_it(self.of.value_of(e)):
