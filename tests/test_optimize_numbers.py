@@ -40,6 +40,33 @@ class Held(Net):
         return torch.tanh(self.offset + self.factor * self.other(x))
 
 
+class InCalls(Net):
+    """Bounds and slopes that the module holds."""
+
+    acts = ("clamp(-0.5,3.0)", "leaky_relu(2.0)", "elu(2.0)", "clamp(-0.5,1.0)+mul(2.0)")
+
+    def forward(self, x):
+        x = torch.clamp(self.norm(self.conv(x)), self.factor, max=self.offset)
+        x = F.leaky_relu(self.norm(x), self.divisor)
+        x = F.elu(self.norm(x), alpha=self.divisor)
+        return self.other(x).clamp(self.factor, 1.0) * self.divisor
+
+
+class FewerDims(Net):
+    """A parameter ``[C, 1, 1]``, as broadcasting takes it."""
+
+    acts = ("scaled tanh", "scaled none")
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = (nn.Parameter(torch.rand(4, 1, 1) + 0.5) for _ in range(2))
+
+    def forward(self, x):
+        x = self.norm(self.conv(x)) * self.scale
+        x = torch.tanh(x)
+        return self.other(x) * self.scale + self.shift
+
+
 class Others(Net):
     """What is no such number: in front, a power, another order, zero, a truth value, a tensor."""
 
@@ -65,7 +92,7 @@ class ReadTwice(Net):
         return h * 2 + h.mean()
 
 
-NETS = (Literals, Held, Others, ReadTwice)
+NETS = (Literals, Held, InCalls, FewerDims, Others, ReadTwice)
 
 
 @pytest.mark.parametrize("make", NETS)
@@ -91,6 +118,10 @@ def test_another_number_later(ran):
         ran.clear()
         check(net, original)
         assert ("mul(0.5)" in ran) is (type(number) is float and number == 2.0)
+    net, original = pair(InCalls)
+    net.factor = original.factor = -0.25
+    net.divisor = original.divisor = 1.5
+    check(net, original)
     fast = torch.compile(net, backend="eager")
     for number in (2.0, 5.0, 7.0):
         net.divisor = original.divisor = number

@@ -233,8 +233,15 @@ class Modulation(Written):
         return site.run(*operands) if site.ready(*operands) else None
 
 
+def _of_rank(later: Waiting, other: Any) -> Any:
+    """A parameter of fewer dims, ``[C, 1, 1]``, as broadcasting takes it; anything else as it is."""
+    x = later.later.x
+    return other[None] if isinstance(other, Tensor) and other.dim() == x.dim() - 1 else other
+
+
 def _times(later: Waiting, other: Any) -> Waiting | None:
     """The product for later; None where it cannot wait."""
+    other = _of_rank(later, other)
     if later.is_plain and later.may_take(other):
         return Waiting(later.later, other)
     if later.is_plain and later.may_map(other):
@@ -248,8 +255,8 @@ def _plus(later: Waiting, other: Any) -> Any:
         if later.shift is None and later.may_map(other):
             return Waiting(later.later, later.factor, other, of_maps=True)
         return None
-    if later.shift is None and later.may_take(other):
-        return Waiting(later.later, later.factor, other)
+    if later.shift is None and later.may_take(shift := _of_rank(later, other)):
+        return Waiting(later.later, later.factor, shift)
     if later.is_plain and not isinstance(other, (Waiting, maps.Map)):
         return later.later.plus(other, None)
     return None

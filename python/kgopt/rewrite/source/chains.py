@@ -15,7 +15,7 @@ from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.glue.heads import FollowedSite
 from kgopt.rewrite.meanings import UNKNOWN, describe_method, with_number
 from kgopt.rewrite.patterns import OTHER, Match, Node, is_trivial, match, why_alone
-from kgopt.rewrite.roles import Number, Path
+from kgopt.rewrite.roles import Path
 from kgopt.rewrite.source.expressions import (
     assign,
     call_of,
@@ -25,7 +25,7 @@ from kgopt.rewrite.source.expressions import (
     of_one_argument,
     replace,
 )
-from kgopt.rewrite.source.method import Method
+from kgopt.rewrite.source.method import Held, Method
 from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, reads, walk, writes
 
 _ARITHMETIC = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}  # tensors' methods
@@ -53,6 +53,11 @@ class _Origin:
     operand: ast.expr | None = None  # what is called, if that is an object to be checked at run time
     role: Any = None
     methods: tuple[str, ...] = ()  # of tensors, that it calls
+    numbers: Held = field(default_factory=list)  # that it computes with
+
+    def operands(self) -> list[tuple[ast.expr, Any]]:
+        """What is to be checked at run time, and as what."""
+        return [*([] if self.operand is None else [(self.operand, self.role)]), *self.numbers]
 
 
 class Chains:
@@ -186,17 +191,19 @@ class Chains:
             return Node(kind, name=name, inplace=inplace, origin=_Origin(e, k, None, e.func, wanted)), [e.args[0]]
         function = None if path else self.method.function(e.func)
         if function is not None:
-            node = self.method.described(function, e)
+            held: Held = []
+            node = self.method.described(function, e, held)
             if node is None or not e.args:
                 return None
-            node.origin = _Origin(e, k, None, e.func, function)
+            node.origin = _Origin(e, k, None, e.func, function, numbers=held)
             return node, list(e.args[:2] if node.kind == "add" else e.args[:1])
         if isinstance(e.func, ast.Attribute) and self._is_value(e.func.value):
             if e.func.attr == "add" and len(e.args) == 1 and not e.keywords:
                 return Node("add", origin=_Origin(e, k, methods=("add",))), [e.func.value, e.args[0]]
-            node = describe_method(e.func.attr, *self.method.constants(e))
+            held = []
+            node = describe_method(e.func.attr, *self.method.constants(e, held))
             if node is not None and node.kind != "add":
-                node.origin = _Origin(e, k, methods=(e.func.attr,))
+                node.origin = _Origin(e, k, methods=(e.func.attr,), numbers=held)
                 return node, [e.func.value]
         return None
 
@@ -206,16 +213,13 @@ class Chains:
         if method is None:
             return None
         for value, other in ((e.left, e.right), (e.right, e.left)):
-            number = constant(other)
-            held = number is UNKNOWN and self.method.path(other) is not None
-            kind, text, _ = self.method.what(other) if held else ("", "", False)
-            if kind == "number":
-                number = ast.literal_eval(text)
+            held = None if constant(other) is not UNKNOWN else self.method.number(other)
+            number = constant(other) if held is None else held.value
             name = with_number(method, number, reverse=other is e.left)
             if name is None:
                 continue
             called = f"__{'r' if other is e.left else ''}{method}__"
-            origin = _Origin(e, k, None, other if held else None, Number(number) if held else None, (called,))
+            origin = _Origin(e, k, methods=(called,), numbers=[] if held is None else [(other, held)])
             return Node("act", name=name, is_number=True, origin=origin), [value]
         return None
 
@@ -317,11 +321,11 @@ class Chains:
                 self.found.reasons[path] = "it shares a statement with another fused site"
                 continue
             name = f"_kgopt_{len(self.method.sites)}"
-            operands = [n.origin for n in found.nodes if n.origin.operand is not None]
+            operands = [pair for n in found.nodes for pair in n.origin.operands()]
             methods = tuple(dict.fromkeys(m for n in found.nodes for m in n.origin.methods))
-            self.method.sites[name] = FollowedSite(found.chain, tuple(o.role for o in operands), methods)
+            self.method.sites[name] = FollowedSite(found.chain, tuple(role for _, role in operands), methods)
             self.found.chains.setdefault(path, []).append(found.chain)
-            arguments = [copied(o.operand) for o in operands] + [copied(first.argument)]
+            arguments = [*(copied(operand) for operand, _ in operands), copied(first.argument)]
             place = last.expression
             ready, run = call_of(name, "ready", arguments, place), call_of(name, "run", arguments, place)
             whole = getattr(body[span[-1]], "value", None) is place

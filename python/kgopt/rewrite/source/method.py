@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from kgopt.rewrite.glue.heads import FollowedSite
-from kgopt.rewrite.meanings import describe_function
+from kgopt.rewrite.meanings import UNKNOWN, describe_function
 from kgopt.rewrite.norm_calls import NormCall
 from kgopt.rewrite.patterns import Node
-from kgopt.rewrite.roles import Path, Role
+from kgopt.rewrite.roles import Number, Path, Role
 from kgopt.rewrite.source.code import CannotRewriteError
 from kgopt.rewrite.source.expressions import constant, path_of, text_of
 from kgopt.rewrite.source.names import copied, walk, writes
@@ -38,6 +38,7 @@ class Inherited:
         return types.MethodType(self.ours, found.__self__) if is_seen else found
 
 
+Held = list[tuple[ast.expr, Number]]  # numbers that a module holds, and where code asks for them
 Replacement = Inherited | FollowedSite | Written | NormCall  # what a rewritten method calls
 _LOOKS_AT_LOCALS = {"locals", "vars", "dir", "eval", "exec", "globals", "breakpoint"}
 
@@ -92,19 +93,34 @@ class Method:
             target = statement.target
         return target.id if isinstance(target, ast.Name) and target.id not in self.hidden else None
 
-    def described(self, function: Any, call: ast.Call) -> Node | None:
-        """The node that a call of a function makes, without its inputs."""
-        args, kwargs = self.constants(call)
+    def described(self, function: Any, call: ast.Call, held: Held | None = None) -> Node | None:
+        """The node that a call of a function makes, without its inputs. ``held``: as :meth:`constants` has it."""
+        args, kwargs = self.constants(call, held)
         node = describe_function(function, args[1:] if args else [], kwargs)
         if node is None and len(args) == 2:
             two = describe_function(function, [], kwargs)
             return two if two is not None and two.kind == "add" else None
         return None if node is not None and node.kind == "add" else node
 
-    @staticmethod
-    def constants(call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
-        """Its arguments, those that are no constants as UNKNOWN."""
-        return [constant(a) for a in call.args], {str(w.arg): constant(w.value) for w in call.keywords}
+    def constants(self, call: ast.Call, held: Held | None = None) -> tuple[list[Any], dict[str, Any]]:
+        """Its arguments, those that are no constants as UNKNOWN. With ``held`` numbers that the module holds are known,
+        too, and noted there: who asks for them has to compare them at each call.
+        """
+
+        def value(e: ast.expr) -> Any:
+            found = constant(e)
+            number = self.number(e) if found is UNKNOWN and held is not None else None
+            if number is None or held is None:
+                return found
+            held.append((e, number))
+            return number.value
+
+        return [value(a) for a in call.args], {str(w.arg): value(w.value) for w in call.keywords}
+
+    def number(self, e: ast.expr) -> Number | None:
+        """What ``self.factor`` is, if that is a number."""
+        kind, text, _ = self.what(e) if self.path(e) is not None else ("", "", False)
+        return Number(ast.literal_eval(text)) if kind == "number" else None
 
     def path(self, e: ast.expr) -> Path | None:
         """Of an expression such as ``self.a.b[0]``."""
