@@ -84,6 +84,22 @@ class Others(Net):
         return self.other(x) * self.scale
 
 
+class Extreme(Net):
+    """Infinity, NaN, and numbers beyond any float."""
+
+    def __init__(self):
+        super().__init__()
+        self.high, self.nothing, self.large, self.small = float("inf"), float("nan"), 10**400, 1e-320
+
+    def forward(self, x):
+        x = self.norm(self.conv(x)).clamp(-1, self.high)
+        x = torch.clamp(self.norm(x), min=0) * 1e-300 * 1e300
+        x = torch.where(x > 9, self.norm(x) * self.nothing, x)
+        if self.training and x.shape[0] > 99:
+            return self.norm(x) * self.large + 10**400
+        return torch.tanh(self.other(x) / self.small)
+
+
 class ReadTwice(Net):
     acts = ("none",)
 
@@ -109,6 +125,13 @@ def test_one_op(make, ran):
 @pytest.mark.parametrize("make", NETS)
 def test_compiled(make):
     check_compiled(*pair(make))
+
+
+def test_extreme_numbers():
+    net, original = pair(Extreme)
+    x = torch.randn(2, 4, 5, 6).double()
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), original(x), rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
 def test_another_number_later(ran):

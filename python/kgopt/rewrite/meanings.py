@@ -261,9 +261,18 @@ def with_number(name: str, number: Any, reverse: bool = False) -> str | None:
     ``reverse``: the number stands in front.
     """
     act, convert = _WITH_NUMBER.get(name, ("", float))
-    if not act or type(number) not in (int, float) or not (number or act == "add"):
+    if (
+        not act
+        or type(number) not in (int, float)
+        or not (number or act == "add")
+        or (reverse and convert is not float)
+    ):
         return None
-    return None if reverse and convert is not float else text(act, convert(number))
+    try:
+        value = float(convert(number))
+    except OverflowError:  # an int beyond any float
+        return None
+    return text(act, value) if math.isfinite(value) and (value or act == "add") else None
 
 
 def is_activation(module: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -77,8 +78,8 @@ def role_in_code(root: nn.Module, path: Path) -> Role | None:
     module = child_at(root, path)
     role = role_of(module)
     if module is None and len(path) == 1 and isinstance(path[0], str):
-        number = root.__dict__.get(path[0])
-        if type(number) in (int, float):
+        number: Any = root.__dict__.get(path[0])
+        if type(number) in (int, float) and abs(number) < math.inf:
             return ("number", repr(number), False)
         return ("function", "", False) if activation_of_function(_attribute(root, path[0])) else None
     if role is None and isinstance(module, nn.Module) and not is_hooked(module):
