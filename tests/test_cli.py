@@ -57,6 +57,7 @@ def test_info(capsys):
         (["bench", "--resume", "--device", "cpu"], "--resume continues the file of --json"),
         (["bench", "--jobs", "0", "--device", "cpu"], "--jobs is 0, expected at least 1"),
         (["bench", "--jobs", "2", "--shard", "0/2", "--device", "cpu"], "expected one of them"),
+        (["fuzz", "--workers", "-1", "--device", "cpu"], "--workers is -1, expected at least 1"),  # it waited for none
         (["bench", "--suite", "convs", "--jobs", "2", "--device", "cpu"], "suite convs compiles nothing ahead"),
         (["demo", "--device", "cuda:99"], "--device is cuda:99"),
     ],

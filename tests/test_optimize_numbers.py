@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
+from kgopt.rewrite.meanings import CLAMP_STOPS
 from optimize_pairs import check, check_compiled, pair
 
 
@@ -43,12 +44,19 @@ class Held(Net):
 class InCalls(Net):
     """Bounds and slopes that the module holds."""
 
-    acts = ("clamp(-0.5,3.0)", "leaky_relu(2.0)", "elu(2.0)", "clamp(-0.5,1.0)+mul(2.0)")
+    acts = ("hardtanh(-0.5,3.0)", "leaky_relu(2.0)", "elu(2.0)+mul(2.0)")
+
+    def forward(self, x):
+        x = F.hardtanh(self.norm(self.conv(x)), self.factor, max_val=self.offset)
+        x = F.leaky_relu(self.norm(x), self.divisor)
+        return F.elu(self.other(x), alpha=self.divisor) * self.divisor
+
+
+class Clamps(Net):
+    acts = ("clamp(-0.5,3.0)", "clamp(-0.5,1.0)+mul(2.0)") if CLAMP_STOPS else ()
 
     def forward(self, x):
         x = torch.clamp(self.norm(self.conv(x)), self.factor, max=self.offset)
-        x = F.leaky_relu(self.norm(x), self.divisor)
-        x = F.elu(self.norm(x), alpha=self.divisor)
         return self.other(x).clamp(self.factor, 1.0) * self.divisor
 
 
@@ -108,7 +116,7 @@ class ReadTwice(Net):
         return h * 2 + h.mean()
 
 
-NETS = (Literals, Held, InCalls, FewerDims, Others, ReadTwice)
+NETS = (Literals, Held, InCalls, Clamps, FewerDims, Others, ReadTwice)
 
 
 @pytest.mark.parametrize("make", NETS)

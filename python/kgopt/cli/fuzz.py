@@ -130,6 +130,8 @@ def run_fuzz(args: argparse.Namespace) -> int:
     if args.seed is None:
         args.seed = random.SystemRandom().randrange(2**31)
     gpus = _gpus(args, device)
+    if args.workers is not None and args.workers < 1:
+        raise ValueError(f"--workers is {args.workers}, expected at least 1")
     workers = args.workers or max(1, min(cores(), 12 * len(gpus) if device.type == "cuda" else cores()))
     if case is not None:
         workers = 1
