@@ -100,8 +100,6 @@ def run(optimized: bool, settings: argparse.Namespace, seed: int) -> dict[str, A
 
         # As its users do: measured at an example, and at shapes that come later.
         kgopt.optimize(model, fixed, channels_last=settings.channels_last, measure=not settings.no_measure)
-    gc.collect()
-    gc.freeze()  # what is there by now is no leak, and each look at the memory would go through all of it
     rng = random.Random(seed)
     start, count = time.perf_counter(), 0
     before: dict[str, int] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import os
 import subprocess
@@ -54,12 +53,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
-
-
-def pytest_collection_finish():
-    """What is there by now stays: a million objects, through which every collection of garbage would go for seconds."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -10,11 +10,10 @@ import subprocess
 import sys
 
 _RUN = """
-import gc, os, sys, traceback
+import os, sys, traceback
 import torch
 
 exec(sys.argv[1])
-gc.freeze()  # a collection in a fork would write to, and so copy, every page of what was imported
 for code in sys.argv[2:]:
     child = os.fork()
     if child == 0:
