@@ -261,16 +261,11 @@ def with_number(name: str, number: Any, reverse: bool = False) -> str | None:
     ``reverse``: the number stands in front.
     """
     act, convert = _WITH_NUMBER.get(name, ("", float))
-    if (
-        not act
-        or type(number) not in (int, float)
-        or not (number or act == "add")
-        or (reverse and convert is not float)
-    ):
+    if not act or type(number) not in (int, float) or (reverse and convert is not float):
         return None
     try:
         value = float(convert(number))
-    except OverflowError:  # an int beyond any float
+    except (OverflowError, ZeroDivisionError):  # an int beyond any float
         return None
     return text(act, value) if math.isfinite(value) and (value or act == "add") else None
 

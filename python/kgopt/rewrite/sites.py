@@ -107,10 +107,8 @@ class Site:
 
     def _places_beside(self) -> Iterator[originals.Place]:
         for _, role in self.others:
-            if isinstance(role, Number):
-                continue
             if not isinstance(role, str):
-                yield from originals.of_function(role)
+                yield from originals.of_function(role)  # of a Number nothing
             elif (cls := activation_class(role)) is not None:
                 yield from originals.called(cls)
         yield from originals.methods(self.methods)
@@ -149,11 +147,12 @@ class Site:
             return False
         for i, role in self.others:
             operand = operands[i]
-            if isinstance(role, Number):
-                if not role.is_still(operand):
-                    return False
-            elif not isinstance(role, str):
-                if operand is not role or (i in self.read and not self.read[i]()):
+            if not isinstance(role, str):
+                if isinstance(role, Number):
+                    is_still = role.is_still(operand)
+                else:
+                    is_still = operand is role and (i not in self.read or self.read[i]())
+                if not is_still:
                     return False
             elif role == "conv":
                 original = original_class(operand)
