@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import logging
 import sys
 import time
@@ -127,6 +128,50 @@ def test_a_change_is_followed(change, fake, monkeypatch):
         assert not torch.equal(after, before)
     finally:
         decorated.set_scale(1.0)
+
+
+@pytest.fixture
+def frozen():
+    """Bug: closures were found through the collector alone, which shows nothing that ``gc.freeze()`` was given. A
+    program that froze its objects, as servers do before they fork, replayed the old value of such a variable.
+    """
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_a_closure_that_is_frozen_is_followed(fake, frozen):
+    model = recorded(fake)
+    before = model(x_of(2))
+    try:
+        decorated.set_scale(5.0)
+        torch.testing.assert_close(model(x_of(2)), before * 5)
+    finally:
+        decorated.set_scale(1.0)
+
+
+class Holds(nn.Module):
+    """What it calls is an object's own: no module's global leads to it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.norm, self.function = nn.GroupNorm(2, 4), function
+
+    def forward(self, x):
+        return self.function(F.relu(self.norm(x)))
+
+
+def test_a_closure_of_a_frozen_model_is_followed(fake):
+    function = once_more(twice)
+    model = Holds(function).eval()
+    gc.freeze()
+    try:
+        recorded(fake, model)
+        before = model(x_of(2))
+        function.set_scale(5.0)
+        torch.testing.assert_close(model(x_of(2)), before * 5)
+    finally:
+        gc.unfreeze()
 
 
 def test_other_things_may_change(fake, monkeypatch):

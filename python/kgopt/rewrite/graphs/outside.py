@@ -20,7 +20,7 @@ import os
 import sys
 import types
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -179,11 +179,38 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _cells(codes: Mapping[types.CodeType, Any]) -> list[Any]:
+def _cells(codes: Mapping[types.CodeType, dict[str, Any]]) -> list[Any]:
     """Of the closures of these functions that outlive a call."""
-    closed = [code for code in codes if code.co_freevars and not code.co_filename.startswith(_TORCH)]
+    closed = {c: g for c, g in codes.items() if c.co_freevars and not c.co_filename.startswith(_TORCH)}
     found: dict[int, Any] = {}
-    for function in gc.get_referrers(*closed) if closed else ():
-        if isinstance(function, types.FunctionType):
-            found.update((id(cell), cell) for cell in function.__closure__ or () if _content(cell) is not None)
+    for function in _functions_of(closed) if closed else ():
+        found.update((id(cell), cell) for cell in function.__closure__ or () if _content(cell) is not None)
     return list(found.values())
+
+
+def _functions_of(codes: Mapping[types.CodeType, dict[str, Any]]) -> Iterator[types.FunctionType]:
+    """All functions with one of these codes that are alive."""
+    holders: Iterable[Any] = gc.get_referrers(*codes)
+    if gc.get_freeze_count() and not {id(g) for g in codes.values()} <= {id(x) for x in gc.get_objects()}:
+        # The collector does not show what gc.freeze() gave it. Globals that it shows are not frozen, and a function
+        # is younger than its globals. Otherwise all that can be reached from here is looked at, which takes a second.
+        holders = _reached(sys.modules, *codes.values(), *_locals(sys._getframe()))
+    return (x for x in holders if isinstance(x, types.FunctionType) and x.__code__ in codes)
+
+
+def _locals(frame: types.FrameType | None) -> Iterator[dict[str, Any]]:
+    """Of a frame and of those that called it."""
+    while frame is not None:
+        yield frame.f_locals
+        frame = frame.f_back
+
+
+def _reached(*roots: Any) -> Iterator[Any]:
+    """What these hold that may hold something itself, and what that holds, and so on; each once."""
+    seen: set[int] = set()
+    level: Iterable[Any] = roots
+    while level:
+        held = {id(x): x for x in gc.get_referents(*level)}
+        level = [x for i, x in held.items() if i not in seen and gc.is_tracked(x)]
+        seen.update(held)
+        yield from level
