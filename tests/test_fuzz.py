@@ -252,6 +252,23 @@ def test_noise_knows_what_a_mean_of_large_values_leaves():
     assert 1e-4 < max(sums) < 1e-2
 
 
+def test_noise_knows_constant_tensors():
+    """Bug: of a convolution of constants, each of whose values noise had rounded its own way, the variance was no
+    longer zero, and a gradient times 1 / sqrt(eps) counted as wrong for the rounding of its operands.
+    """
+    x = torch.full((1, 1, 343, 1), -0.94, dtype=torch.float64, requires_grad=True)
+    weight = torch.full((7, 1, 343, 1), 0.94, dtype=torch.float64)
+    gamma = torch.tensor([-1.7, -0.47, 1.3, 0.03, -1.27, -0.02, 1.4], dtype=torch.float64)
+    away = []
+    for seed in range(12):
+        with NoisySteps(Noise.of("bfloat16", False, seed), torch.device("cpu")):
+            z = torch.nn.functional.group_norm(torch.conv2d(x, weight), 1, gamma)
+        (dx,) = torch.autograd.grad(z.sum(), x)
+        away.append(float(dx.abs().max()))
+    # Zero but for rounding: 1 / sqrt(eps) times bfloat16's of seven values near 1.
+    assert 0.1 < max(away) < 10
+
+
 def test_case_on_the_command_line(capsys):
     case = draw_case(OPS, 3, 5, "cpu", ("group_norm",))
     assert main(["fuzz", "--device", "cpu", "--case", json.dumps(case)]) == 0

@@ -81,7 +81,7 @@ def _special_values(j: Judged, noise: Callable[[], Sequence[Tensor]]) -> str | N
     if j.zeros:
         wrong &= ~((of_theirs == 1) & (of_exact == 1))
     if j.saved:
-        wrong &= (of_ours == 0) | (of_theirs == 0)
+        wrong &= (of_ours == 0) | ((of_theirs == 0) & (of_exact == 0))
     if not bool(wrong.any()):
         return None
     # Just below the largest number it is the last bit that says whether it overflows.

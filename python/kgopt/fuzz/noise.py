@@ -36,8 +36,8 @@ class Noise:
 
     ``step``: relative, behind each function, what PyTorch rounds there. ``inner``: of the arithmetic inside a function.
     ``product``: of the operands of a convolution. ``cut``: these are cut off instead of rounded, which adds up.
-    ``tf32``: the operands are what they are in TF32, rounded or cut, instead of disturbed: those of a constant tensor
-    are all off by the same.
+    ``tf32``: the operands are what they are in TF32, rounded or cut, instead of disturbed. ``alike``: all elements of
+    a tensor are off by the same, as those of a constant tensor are; its variance stays zero.
     """
 
     step: float
@@ -46,6 +46,7 @@ class Noise:
     floor: float
     cut: bool
     tf32: bool
+    alike: bool
     seed: int
 
     @staticmethod
@@ -54,21 +55,24 @@ class Noise:
         inner = _UNITS["float64"] if dtype == "float64" else _UNITS["float32"]
         tf32 = tf32 and dtype == "float32"
         product, step = _TF32 if tf32 else inner, _UNITS[dtype]
-        return Noise(2 * step, 2 * inner, 2 * product, _SMALLEST[dtype], seed % 3 == 2, tf32 and seed % 4 == 2, seed)
+        floor, cut, rounds, alike = _SMALLEST[dtype], seed % 3 == 2, tf32 and seed % 4 == 2, seed % 6 == 1
+        return Noise(2 * step, 2 * inner, 2 * product, floor, cut, rounds, alike, seed)
 
 
 class _Rounded(torch.autograd.Function):
     """x times 1 + noise, and its gradient times 1 + noise of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: float, back: float, floor: float, cut: bool, generator: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, size: float, back: float, floor: float, cut: bool, alike: bool, generator: Any
+    ) -> Tensor:
         ctx.more = back, floor, generator
-        return _disturbed(x, size, floor, generator, cut)
+        return _disturbed(x, size, floor, generator, cut, alike)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         back, floor, generator = ctx.more
-        return _disturbed(dy, back, floor, generator, False), None, None, None, None, None
+        return _disturbed(dy, back, floor, generator, False), None, None, None, None, None, None
 
 
 class _Tf32(torch.autograd.Function):
@@ -230,8 +234,8 @@ def _finite(size: Tensor) -> Tensor:
     return size.nan_to_num(0, 0, 0)
 
 
-def _disturbed(x: Tensor, size: float, floor: float, generator: Any, cut: bool) -> Tensor:
-    noise = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+def _disturbed(x: Tensor, size: float, floor: float, generator: Any, cut: bool, alike: bool = False) -> Tensor:
+    noise = torch.rand(() if alike else x.shape, generator=generator, dtype=x.dtype, device=x.device)
     noise = -noise if cut else 2 * noise - 1
     return x + _finite(x) * noise * size + noise * floor
 
@@ -287,7 +291,7 @@ class NoisySteps(TorchFunctionMode):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         back = size if back is None else back
-        return _Rounded.apply(x, size, back, self._noise.floor, cut, self._generator)
+        return _Rounded.apply(x, size, back, self._noise.floor, cut, self._noise.alike, self._generator)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
