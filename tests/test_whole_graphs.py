@@ -94,11 +94,18 @@ def test_an_equal_graph_is_not_timed_again(seen, monkeypatch):
     assert len(seen.timed) == 2
 
 
+OPTIONS = {"channels_last": {"force_layout_optimization": True}, "as it came": {"layout_optimization": False}}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("other", ["channels_last", "as it came"])
 @pytest.mark.parametrize(("gained", "moves"), [((1.0, 0.5), True), ((1.0, 0.99), False)])
 @pytest.mark.parametrize(("first", "ours"), [((1.0, 2.0), True), ((2.0, 1.0), False)])
-def test_training_runs_in_the_faster_format(seen, monkeypatch, first, ours, gained, moves):
-    """Inductor kept a network with a grouped convolution contiguous: a quarter of a step was cuDNN's conversions."""
-    monkeypatch.setattr(whole_graphs, "leaves_format", lambda graph: True)
+def test_it_runs_in_the_faster_format(seen, monkeypatch, first, ours, gained, moves, other, grad):
+    """Bug: where Inductor's choice was kept, drawn networks took up to four times as long as in the other format. In
+    training one with a grouped convolution stayed contiguous: a quarter of a step was cuDNN's conversions.
+    """
+    monkeypatch.setattr(whole_graphs, "other_format", lambda graph, grad: other)
     answers = iter([first, gained])
     monkeypatch.setattr(clocks, "clock_both", lambda *_: next(answers))
     compiled = []
@@ -106,41 +113,93 @@ def test_training_runs_in_the_faster_format(seen, monkeypatch, first, ours, gain
         whole_graphs, "compile_graph", lambda graph, _, __, o, **___: compiled.append((graph, o)) or graph
     )
     x = torch.randn(2, 3, 8, 7)
-    torch.compile(net(), backend="kgopt")(x)
-    assert (NORM in seen.calls) == ours
-    assert seen.options == ({"force_layout_optimization": True} if moves else {})
-    assert [bool(options) for _, options in compiled] == [False, False, True]
-    assert (NORM in [node.target for node in compiled[-1][0].graph.nodes]) == ours
-    assert ("channels_last" in str(backend.last_report)) == moves
-    torch._dynamo.reset()
-    answers = iter([first])
-    with torch.no_grad():
+    with torch.set_grad_enabled(grad):
         torch.compile(net(), backend="kgopt")(x)
+    assert (NORM in seen.calls) == ours
+    assert seen.options == (OPTIONS[other] if moves else {})
+    assert [options for _, options in compiled] == [{}, {}, OPTIONS[other]]
+    assert (NORM in [node.target for node in compiled[-1][0].graph.nodes]) == ours
+    assert ("images" in str(backend.last_report)) == moves
+
+
+def test_a_format_that_the_user_names_stays(seen, monkeypatch):
+    monkeypatch.setattr(whole_graphs, "other_format", lambda graph, grad: "as it came")
+    with torch.no_grad():
+        torch.compile(net(), backend="kgopt", options={"layout_optimization": True})(torch.randn(2, 3, 8, 7))
+    assert seen.timed == ["clock"]
+    assert seen.options == {"layout_optimization": True}
+
+
+def test_a_format_that_does_not_compile_is_not_taken(seen, monkeypatch):
+    """The other two have been measured: that counts."""
+    monkeypatch.setattr(whole_graphs, "other_format", lambda graph, grad: "as it came")
+    seen.times = (2.0, 1.0)
+
+    def compiled(graph, inputs, mode, options, **more):
+        if options:
+            raise RuntimeError("out of memory")
+        return graph
+
+    monkeypatch.setattr(whole_graphs, "compile_graph", compiled)
+    with torch.no_grad():
+        torch.compile(net(), backend="kgopt")(torch.randn(2, 3, 8, 7))
+    assert NORM not in seen.calls
     assert seen.options == {}
 
 
 @pytest.mark.parametrize(
-    ("weights", "leaves"),
+    ("weights", "trained", "infers"),
     [
-        ([(128, 128, 3, 3, 1)], False),
-        ([(128, 128, 3, 3, 1), (128, 64, 3, 3, 2)], True),  # grouped
-        ([(128, 128, 3, 3, 1), (128, 1, 3, 3, 128)], False),  # depthwise
-        ([(128, 128, 3, 3, 1), (64, 128, 3, 3, 1)], True),  # to half of the channels
-        ([(128, 128, 3, 3, 1), (64, 128, 1, 1, 1)], False),
-        ([(64, 64, 3, 3, 1)], True),  # few channels
-        ([], False),
+        ([(128, 128, 3, 1)], True, True),
+        ([(128, 128, 3, 1), (128, 32, 3, 4)], False, True),  # grouped, the smaller part of the work
+        ([(128, 64, 3, 2), (128, 128, 1, 1)], False, False),  # grouped, the larger part
+        ([(128, 128, 3, 1), (128, 1, 3, 128)], True, True),  # depthwise
+        ([(128, 128, 3, 1), (64, 128, 3, 1)], False, True),  # to half of the channels
+        ([(128, 128, 3, 1), (64, 128, 1, 1)], True, True),
+        ([(128, 128, 3, 1), (64, 64, 1, 1), (32, 64, 3, 1)], False, True),
+        ([(64, 64, 3, 1)], False, True),  # few channels
     ],
 )
-def test_networks_that_inductor_leaves_in_their_format(weights, leaves):
-    """By the rules of its ``decide_layout_opt`` for training."""
+def test_formats_that_inductor_does_not_choose(weights, trained, infers):
+    """As its own function has it."""
+    decide = pytest.importorskip("torch._inductor.graph").GraphLowering.decide_layout_opt
+    graph, aten = torch.fx.Graph(), torch.fx.Graph()
+    node, other = graph.placeholder("x"), aten.placeholder("x")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        made = torch.empty(2, weights[0][1] * weights[0][3], 16, 16, device="cuda")
+        for rows, columns, height, groups in weights:
+            weight = torch.empty(rows, columns, height, height, device="cuda")
+            made = torch.empty(2, columns * groups, 16, 16, device="cuda")
+            arguments = (None, (1, 1), (height // 2,) * 2, (1, 1))
+            given = graph.get_attr("weight"), aten.get_attr("weight")
+            node.meta["example_value"] = other.meta["val"] = made
+            given[0].meta["example_value"] = given[1].meta["val"] = weight
+            node = graph.call_function(torch.conv2d, (node, given[0], *arguments, groups))
+            tail = (False, (0, 0), groups)
+            other = aten.call_function(torch.ops.aten.convolution.default, (other, given[1], *arguments, *tail))
+            node.meta["example_value"] = other.meta["val"] = torch.empty(2, rows, 16, 16, device="cuda")
+    holder = torch.fx.GraphModule({"weight": torch.nn.Parameter()}, aten)
+    for is_inference, expected in ((False, trained), (True, infers)):
+        with mode, torch._inductor.config.patch(layout_optimization=True):
+            assert decide(holder, is_inference=is_inference) is expected
+        found = whole_graphs.other_format(graph, grad=not is_inference)
+        assert found == ("as it came" if expected else "channels_last")
+
+
+def test_networks_in_channels_last_have_no_other_format():
     graph = torch.fx.Graph()
-    x = graph.placeholder("x")
+    x, weight = graph.placeholder("x"), graph.get_attr("weight")
+    assert whole_graphs.other_format(graph, False) == ""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for *sizes, groups in weights:
-            weight = graph.get_attr("weight")
-            weight.meta["example_value"] = torch.empty(*sizes, device="cuda")
-            x = graph.call_function(torch.conv2d, (x, weight, None, (1, 1), (1, 1), (1, 1), groups))
-    assert whole_graphs.leaves_format(graph) is leaves
+        for node, sizes in ((x, (2, 128, 16, 16)), (weight, (128, 128, 3, 3))):
+            made = torch.empty(sizes, device="cuda")
+            node.meta["example_value"] = made.contiguous(memory_format=torch.channels_last)
+        y = graph.call_function(torch.conv2d, (x, weight))
+        y.meta["example_value"] = torch.empty(2, 128, 14, 14, device="cuda")
+    assert whole_graphs.other_format(graph, False) == ""
+    x.meta["example_value"] = x.meta["example_value"].contiguous()
+    assert whole_graphs.other_format(graph, False) == "as it came"
 
 
 def test_work_alone_counts_where_launches_are_replayed(seen):

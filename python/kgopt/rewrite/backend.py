@@ -64,6 +64,7 @@ _KEEP_THEIR_INPUT = {
     for name in ("group_norm", "group_norm_fwd", "group_norm_prelu", "channel_norm")
 }
 _PRELU = F.prelu if originals.is_torchs(F.prelu) else None
+_LIE = {"channels_last": "in channels_last", "as it came": "as they came"}  # in reports
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 last_report = Report()
@@ -104,7 +105,10 @@ def kgopt_backend(
     if replays not in (True, False, "auto"):
         raise ValueError(f'option kgopt.cuda_graph is {replays!r}, expected True, False or "auto"')
     replays = replays if not mode and _may_be_replayed(graph.graph) else False
-    rewrite = functools.partial(rewrite_graph, always=always, recompute=recompute)
+
+    def rewrite(graph_module: fx.GraphModule, form: str = "") -> Report:
+        return rewrite_graph(graph_module, always, recompute, form)
+
     chosen = whole_graphs.Chosen()
     if not always:
         chosen = whole_graphs.choose(graph, rewrite, mode_options(mode) | config, bool(replays), recompute)
@@ -113,9 +117,9 @@ def kgopt_backend(
         last_report = Report(clock=chosen.lost, slower=True)
         _LOG.info("%s", last_report)
     else:
-        rewrite(graph)
-    if chosen.options:
-        last_report.layout = "channels_last, which Inductor would not have chosen"
+        rewrite(graph, chosen.format)
+    if chosen.format:
+        last_report.layout = f"images {_LIE[chosen.format]}, which Inductor would not have chosen"
     compiled = compile_graph(
         graph, example_inputs, mode, {**config, **chosen.options}, decompositions=DECOMPOSITIONS, **kwargs
     )
@@ -130,8 +134,14 @@ def _may_be_replayed(graph: fx.Graph) -> bool:
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in kinds))
 
 
-def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute: bool = False) -> Report:
-    """Replaces chains of a Dynamo graph by kgopt's ops, in place; both options as in :func:`kgopt_backend`."""
+def rewrite_graph(
+    graph_module: fx.GraphModule, always: bool = False, recompute: bool = False, form: str = ""
+) -> Report:
+    """Replaces chains of a Dynamo graph by kgopt's ops, in place.
+
+    Both options as in :func:`kgopt_backend`. ``form``: "as it came" where images will lie so; Inductor else runs
+    them in channels_last.
+    """
     global last_report
     graph = graph_module.graph
     report, glue = Report(), []
@@ -145,8 +155,9 @@ def rewrite_graph(graph_module: fx.GraphModule, always: bool = False, recompute:
     folded = upsampled_graphs.fold(graph_module, always)
     if folded:
         glue.append(f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}")
-    formats = convolutions.find(graph_module)
-    dims_last = [*([4] if convolves(graph) else []), *({5} & formats.dims_last)]
+    moves_images = form != "as it came" and convolves(graph)
+    formats = convolutions.find(graph_module, moves_images)
+    dims_last = [*([4] if moves_images else []), *({5} & formats.dims_last)]
     contest = None if always else Contest(functools.partial(_write_all, dims_last, maps=False), dims_last)
     switches_autocast = uses_autocast(graph)
     reader = _Reader(graph_module, dims_last)

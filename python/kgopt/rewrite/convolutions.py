@@ -175,14 +175,19 @@ def _leaf(t: Any) -> Any:
     return t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
 
 
-def find(graph_module: fx.GraphModule) -> Convolutions:
-    """What is faster otherwise, by measurement; nothing where sizes are not known."""
+def find(graph_module: fx.GraphModule, moves_images: bool = True) -> Convolutions:
+    """What is faster otherwise, by measurement; nothing where sizes are not known.
+
+    Without ``moves_images`` those of images are left alone: they will run in the format that they came in.
+    """
     graph, until = graph_module.graph, time.monotonic() + SECONDS
     times: dict[int, dict[fx.Node, _Times | None]] = {dims: {} for dims in _NAMES}
     if uses_autocast(graph):
         return Convolutions()
     for node in graph.nodes:
         if node.op == "call_function" and node.target in CONVS and originals.runs_as_is(node.target):
+            if _dims(node) == 4 and not moves_images:
+                continue
             of_all = times[_dims(node)]
             if None not in of_all.values():
                 of_all[node] = _measured(node, torch.is_grad_enabled(), until)

@@ -6,9 +6,9 @@ them; and each call of an op costs the host more than the launch of a kernel. So
 too, and where it is faster it stays so. That takes about the time of a second compilation, once: the
 verdict lies beside Inductor's cache, and the compiled code of the winner in it.
 
-In training Inductor leaves some networks in the format that they came in, by rules that it made for other networks:
-a quarter of a step went into cuDNN's conversions in one of them. There the winner is compiled once more, in
-channels_last.
+Inductor runs the convolutions of images in channels_last or as they came by rules that it made for other networks. Of
+drawn ones each choice was up to four times as slow as the other one would have been, by what cuDNN converts and by
+kernels that it has in one format alone. So the winner is compiled once more, in the format that Inductor does not take.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from kgopt.rewrite import clocks, measuring, verdicts
-from kgopt.rewrite.captured import may_measure, name_of, stand_in, text_of, value
+from kgopt.rewrite.captured import is_known, may_measure, name_of, stand_in, text_of, value
 from kgopt.rewrite.decomposed import DECOMPOSITIONS
 from kgopt.rewrite.reporting import Report
 from kgopt.torch_private import compile_graph, compiler_settings, outside_of_tracing
@@ -31,8 +31,11 @@ from kgopt.torch_private import compile_graph, compiler_settings, outside_of_tra
 SECONDS = 60.0  # of one compilation, after which the other is not begun
 SLACK = 1.03  # kgopt's may take so much longer: clocks differ by that, and in training it keeps less
 _GRAPHS = "triton.cudagraphs"  # Inductor's setting
-_CHANNELS_LAST = {"force_layout_optimization": True}  # and this one has all convolutions of images run so
-LAYOUT_GAIN = 0.97  # of the time in the format that Inductor chooses, above which that stays
+# Its settings for the formats of images.
+_FORMATS = {"channels_last": {"force_layout_optimization": True}, "as it came": {"layout_optimization": False}}
+# What Inductor's rule for inference expects of channels_last, of the time of a convolution of each kind.
+_GAINS = {"grouped": -0.358, "small": 0.217, "narrowing": 0.275, "other": 0.177}
+FORMAT_GAIN = 0.97  # of the time in the format that Inductor chooses, above which that stays
 # Whose functions are called twice without harm. Those of others may do what nobody knows of.
 _KNOWN = ("aten", "prims", "kgopt", "torch", "_operator", "operator", "math", "builtins")
 
@@ -41,12 +44,17 @@ class Chosen(NamedTuple):
     """How a graph is compiled."""
 
     lost: str = ""  # why it stays as it came; "": with kgopt's ops it is no slower, or nothing is known
-    options: Mapping[str, Any] = {}  # Inductor's, beside those that were given
+    format: str = ""  # of images, where it is not what Inductor chooses: "channels_last" or "as it came"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Inductor's, beside those that were given."""
+        return _FORMATS.get(self.format, {})
 
 
 def choose(
     graph_module: fx.GraphModule,
-    rewrite: Callable[[fx.GraphModule], Report],
+    rewrite: Callable[..., Report],
     options: Mapping[str, Any],
     replays: bool,
     *more: Any,
@@ -55,7 +63,7 @@ def choose(
 
     Args:
         graph_module: as it came; it is left alone.
-        rewrite: puts kgopt's ops into such a graph.
+        rewrite: puts kgopt's ops into such a graph, whose images will lie as ``format=`` says.
         options: Inductor's, with which it will be compiled.
         replays: what waits for its launches will be replayed, so the work on the GPU counts alone.
         more: what else decides what ``rewrite`` does.
@@ -70,26 +78,43 @@ def choose(
     (output,) = (node for node in graph.nodes if node.op == "output")
     text = text_of(inputs, [n for n in graph.nodes if n.op.startswith("call")], output.all_input_nodes)
     key = verdicts.key_of(
-        "graph and format", kinds[0].device, text, kinds, grad, replays, sorted(map(str, options.items())), more
+        "graph in formats", kinds[0].device, text, kinds, grad, replays, sorted(map(str, options.items())), more
     )
 
-    def measure() -> list[float] | None:
+    is_given = any(name in options for settings in _FORMATS.values() for name in settings)
+    other = "" if is_given else other_format(graph, grad)
+
+    def rewritten(form: str) -> fx.GraphModule | None:
         made = fx.GraphModule(graph_module, copy.deepcopy(graph))
-        if not rewrite(made).changes:
+        return made if rewrite(made, form).changes else None
+
+    def measure() -> list[float] | None:
+        made = rewritten("")
+        if made is None:
             return None
+        trial = _Trial(kinds, grad, options, replays)
         # Whatever the compiler raises: nothing is known then.
         with contextlib.suppress(Exception), measuring.own_saved_tensors():
-            return _measure(graph_module, made, kinds, grad, options, replays)
+            with trial.running():
+                steps = trial.step(made), trial.step(graph_module)
+                after, before = trial.times(*steps)
+            if not other:
+                return [before, after]
+            at = int(after > SLACK * before)
+            moved = graph_module if at else rewritten(other) or graph_module
+            with contextlib.suppress(Exception), trial.running():
+                return [before, after, *trial.times(steps[at], trial.step(moved, other))]
+            return [before, after]
         return None
 
     found, _ = verdicts.of_graphs().settle(key, measure)
     if found is None:
         return Chosen()
     before, after, *formats = found
-    more_options = _CHANNELS_LAST if formats and formats[1] < LAYOUT_GAIN * formats[0] else {}
+    form = other if formats and formats[1] < FORMAT_GAIN * formats[0] else ""
     if after <= SLACK * before:
-        return Chosen(options=more_options)
-    return Chosen(f"{1e6 * before:.0f} us as it came, {1e6 * after:.0f} us with kgopt", more_options)
+        return Chosen(format=form)
+    return Chosen(f"{1e6 * before:.0f} us as it came, {1e6 * after:.0f} us with kgopt", form)
 
 
 def kinds_of(graph: fx.Graph) -> list[Tensor]:
@@ -117,64 +142,85 @@ def _is_repeatable(node: fx.Node) -> bool:
     return (inner[1] if len(inner) > 1 and inner[0] == "_ops" else first) in _KNOWN
 
 
-def _measure(
-    came: fx.GraphModule,
-    made: fx.GraphModule,
-    kinds: list[Tensor],
-    grad: bool,
-    options: Mapping[str, Any],
-    replays: bool,
-) -> list[float] | None:
-    device = kinds[0].device
-    # Of Inductor's CUDA graphs tensors of a measurement are no part.
-    has_graphs = bool(options.get(_GRAPHS))
-    config = {**options, _GRAPHS: False} if has_graphs else options
-    steps: list[Callable[[], Any]] = []
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    # A backward that is lowered at its first call would write into the records of the compilation under way.
-    with outside_of_tracing() as is_outside, compiler_settings(force_non_lazy_backward_lowering=True):
-        if not is_outside:
-            return None
-        try:
-            with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(grad):
-                for module in (made, came):
-                    start = time.monotonic()
-                    steps.append(_step(module, kinds, grad, config))
-                    steps[-1]()
-                    if time.monotonic() - start > SECONDS:
-                        return None
-                time_both = clocks.busy_both if has_graphs or replays else _clock_alone
-                after, before = time_both(steps[0], steps[1], device)
-                if not grad or not leaves_format(came.graph):
-                    return [before, after]
-                at = int(after > SLACK * before)
-                steps.append(_step((made, came)[at], kinds, grad, {**config, **_CHANNELS_LAST}))
-                steps[-1]()
-                return [before, after, *time_both(steps[at], steps[-1], device)]
-        finally:
-            if state is not None:
-                torch.cuda.set_rng_state(state, device)
+class _Trial:
+    """Compiles and times graphs on tensors of their kinds."""
+
+    def __init__(self, kinds: list[Tensor], grad: bool, options: Mapping[str, Any], replays: bool) -> None:
+        self.kinds, self.grad, self.device = kinds, grad, kinds[0].device
+        # Of Inductor's CUDA graphs tensors of a measurement are no part.
+        has_graphs = bool(options.get(_GRAPHS))
+        self.config = {**options, _GRAPHS: False} if has_graphs else options
+        self.is_busy = has_graphs or replays
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Outside of the compilation under way, whose random numbers stay as they were.
+
+        Raises:
+            RuntimeError: there is no way outside.
+        """
+        state = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        # A backward that is lowered at its first call would write into the records of the compilation under way.
+        with outside_of_tracing() as is_outside, compiler_settings(force_non_lazy_backward_lowering=True):
+            if not is_outside:
+                raise RuntimeError("a tracer would see the measurement")
+            try:
+                with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(self.grad):
+                    yield
+            finally:
+                if state is not None:
+                    torch.cuda.set_rng_state(state, self.device)
+
+    def step(self, module: fx.GraphModule, form: str = "") -> Callable[[], Any]:
+        """A call of it, with its backward where a gradient is needed, that has run once.
+
+        Raises:
+            TimeoutError: that took too long for another compilation.
+        """
+        start = time.monotonic()
+        made = _step(module, self.kinds, self.grad, {**self.config, **_FORMATS.get(form, {})})
+        made()
+        if time.monotonic() - start > SECONDS:
+            raise TimeoutError("one compilation took too long")
+        return made
+
+    def times(self, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[float, float]:
+        """Seconds of both, in turns; of work on the GPU alone where launches will be replayed."""
+        if self.is_busy:
+            return clocks.busy_both(first, second, self.device)
+        with clocks.alone():
+            return clocks.clock_both(first, second, self.device)
 
 
-def _clock_alone(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    with clocks.alone():
-        return clocks.clock_both(first, second, device)
-
-
-def leaves_format(graph: fx.Graph) -> bool:
-    """Whether Inductor, by its rules for training, runs convolutions of images in the format that they came in."""
-    weights = []
+def other_format(graph: fx.Graph, grad: bool) -> str:
+    """That in which Inductor, by the rules of its ``decide_layout_opt``, does not run images; "": no other."""
+    flops, is_contiguous, narrows = dict.fromkeys(_GAINS, 0.0), False, False
     for node in graph.nodes:
         if name_of(node) not in ("conv2d", "conv_transpose2d") or len(node.args) < 2:
             continue
-        weight = value(node.args[1])
-        if not isinstance(weight, Tensor) or weight.dim() != 4 or not weight.is_cuda:
-            continue
+        x, weight, y = value(node.args[0]), value(node.args[1]), value(node)
+        if not all(is_known(t) and t.dim() == 4 and t.is_cuda for t in (x, weight, y)):
+            return ""
+        is_contiguous = is_contiguous or x.is_contiguous()
         groups = node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)
-        weights.append((*weight.shape[:3], groups))
-    grouped = any(groups > 1 and columns > 1 for _, columns, _, groups in weights)
-    narrows = any(2 * rows <= columns and height > 1 for rows, columns, height, _ in weights)
-    return grouped or narrows or (bool(weights) and all(max(rows, columns) <= 64 for rows, columns, *_ in weights))
+        transposed = name_of(node) == "conv_transpose2d"
+        rows, columns, height = weight.shape[:3]
+        is_narrowing = 2 * rows <= columns and height > 1
+        narrows = narrows or is_narrowing
+        if groups > 1 and columns > 1:
+            kind = "grouped"
+        elif max(rows, columns) <= 64:
+            kind = "small"
+        else:
+            kind = "narrowing" if is_narrowing else "other"
+        flops[kind] += (x if transposed else y).numel() * weight.numel() / rows
+    if not is_contiguous or not any(flops.values()):
+        return ""
+    if grad:
+        moves = not flops["grouped"] and not narrows and flops["other"] > 0
+    else:
+        moves = sum(gain * flops[kind] for kind, gain in _GAINS.items()) >= 0
+    return "as it came" if moves else "channels_last"
 
 
 def _step(module: fx.GraphModule, kinds: list[Tensor], grad: bool, options: Mapping[str, Any]) -> Callable[[], Any]:
