@@ -99,8 +99,9 @@ def test_relu_by_another_name(act, layout, device):
     y = OPS.group_norm(x, 4, weight, bias, 1e-5, act)
     torch.testing.assert_close(y, reference.group_norm_ref(x, 4, weight, bias, 1e-5, act), equal_nan=True)
     weight, bias, dy = weight.requires_grad_(), bias.requires_grad_(), torch.randn_like(x)
+    x.requires_grad_()  # without, PyTorch 2.10's own gradient in channels_last ends the process on the CPU
     ours, torchs = (
-        torch.autograd.grad(norm(x, 4, weight, bias, 1e-5, act), bias, dy)[0]
+        torch.autograd.grad(norm(x, 4, weight, bias, 1e-5, act), (x, bias), dy)[1]
         for norm in (OPS.group_norm, reference.group_norm_ref)
     )
     torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
