@@ -99,7 +99,7 @@ def test_relu_by_another_name(act, layout, device):
     y = OPS.group_norm(x, 4, weight, bias, 1e-5, act)
     torch.testing.assert_close(y, reference.group_norm_ref(x, 4, weight, bias, 1e-5, act), equal_nan=True)
     weight, bias, dy = weight.requires_grad_(), bias.requires_grad_(), torch.randn_like(x)
-    x.requires_grad_()  # without, PyTorch 2.10's own gradient in channels_last ends the process on the CPU
+    x.requires_grad_()  # without, PyTorch's own gradient in channels_last ends the process on the CPU, up to 2.13
     ours, torchs = (
         torch.autograd.grad(norm(x, 4, weight, bias, 1e-5, act), (x, bias), dy)[1]
         for norm in (OPS.group_norm, reference.group_norm_ref)

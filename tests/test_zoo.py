@@ -314,6 +314,8 @@ def test_summary_flags():
         "kgopt error 9.0e-02, eager's 3.0e-03",
         "kgopt_compile failed",
     ]
+    (replayed,) = summary.zoo_cases_of([*rows[:4], zoo_row("kgopt_backend_reduce_overhead", 250.0)])
+    assert replayed.ratio == 4.0
     assert summary.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
     assert summary.means([fast, slow]) == [
         "inference: 1.33 times faster than the best of eager and compile (2 cases), optimize 1.65 times faster than "

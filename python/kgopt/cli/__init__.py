@@ -149,7 +149,7 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
                        "(for example compile,kgopt,kgopt_compile)")  # fmt: skip
     bench.add_argument("--ways", type=_comma_list, metavar="LIST",
                        help="zoo: only these of eager,channels_last,optimize,graph,compile,backend,optimize_compile,"
-                       "reduce_overhead,max_autotune, which are all")  # fmt: skip
+                       "reduce_overhead,backend_reduce_overhead,max_autotune, which are all")  # fmt: skip
     bench.add_argument("--backward", action="store_true",
                        help="also measure the backward pass (pipelines, models: a training step); sweep "
                        "always does")  # fmt: skip

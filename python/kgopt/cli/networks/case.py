@@ -30,7 +30,7 @@ from kgopt.cli.measure import (
 )
 from kgopt.cli.networks.network import Arguments
 from kgopt.cli.networks.turns import Turns
-from kgopt.cli.networks.ways import calls_optimize, in_format, is_channels_last, prepare
+from kgopt.cli.networks.ways import calls_optimize, ends_steps, in_format, is_channels_last, prepare
 from kgopt.cli.results import Row
 from kgopt.cli.runner import describe
 from kgopt.rewrite import clocks
@@ -127,7 +127,7 @@ class _Call:
 
     def forward(self, run: nn.Module) -> list[torch.Tensor]:
         """The floating-point tensors that it returns."""
-        if self.task.implementation in ("compile_reduce_overhead", "compile_max_autotune"):
+        if ends_steps(self.task.implementation):
             torch.compiler.cudagraph_mark_step_begin()
         y = run(**self.arguments) if isinstance(self.arguments, dict) else run(*self.arguments)
         return [t for t in torch_private.tree_leaves(y) if isinstance(t, torch.Tensor) and t.is_floating_point()]
@@ -235,7 +235,7 @@ class Measurement:
         with clocks.among_others(self.turns.short):
             found = call.result(run)
         _synchronize(self.device)
-        if "compile" in task.implementation or task.implementation == "kgopt_backend":
+        if "compile" in task.implementation or task.implementation.startswith("kgopt_backend"):
             row["compile_s"] = round(time.monotonic() - start, 2)
         if expected is None:
             row["error_unknown"] = unknown

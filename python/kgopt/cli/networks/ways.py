@@ -12,7 +12,16 @@ import kgopt
 from kgopt._layout import FORMATS, memory_format
 from kgopt.cli.results import Row
 
-__all__ = ["DEFAULT_WAYS", "WAYS", "calls_optimize", "in_format", "is_channels_last", "prepare", "ways_of"]
+__all__ = [
+    "DEFAULT_WAYS",
+    "WAYS",
+    "calls_optimize",
+    "ends_steps",
+    "in_format",
+    "is_channels_last",
+    "prepare",
+    "ways_of",
+]
 
 # As --ways names them -> the rows' implementation; in the order of measuring.
 WAYS = {
@@ -24,12 +33,17 @@ WAYS = {
     "backend": "kgopt_backend",
     "optimize_compile": "kgopt_compile",
     "reduce_overhead": "compile_reduce_overhead",
+    "backend_reduce_overhead": "kgopt_backend_reduce_overhead",
     "max_autotune": "compile_max_autotune",
 }
 DEFAULT_WAYS = tuple(WAYS)
 # Those that are given the memory format in which eager is faster. kgopt.optimize picks its own.
-_FOLLOW_EAGER = ("compile", "compile_reduce_overhead", "compile_max_autotune", "kgopt_backend")
-_MODES = {"compile_reduce_overhead": "reduce-overhead", "compile_max_autotune": "max-autotune"}
+_MODES = {
+    "compile_reduce_overhead": "reduce-overhead",
+    "kgopt_backend_reduce_overhead": "reduce-overhead",
+    "compile_max_autotune": "max-autotune",
+}
+_FOLLOW_EAGER = ("compile", "kgopt_backend", *_MODES)
 
 
 def ways_of(names: list[str] | None, training: bool, device: str) -> list[str]:
@@ -46,7 +60,7 @@ def ways_of(names: list[str] | None, training: bool, device: str) -> list[str]:
     # A graph stands for calls without gradients.
     missing = {"kgopt_graph"} if training or device == "cpu" else set()
     if device == "cpu":
-        missing.add("compile_reduce_overhead")
+        missing |= {name for name, mode in _MODES.items() if mode == "reduce-overhead"}
     return [name for name in WAYS.values() if name in wanted - missing]
 
 
@@ -76,6 +90,11 @@ def is_channels_last(name: str, eager_prefers_it: bool) -> bool:
     return name == "eager_channels_last" or (name in _FOLLOW_EAGER and eager_prefers_it)
 
 
+def ends_steps(name: str) -> bool:
+    """Is a call told when a new step begins, as the compiler's CUDA graphs ask for?"""
+    return name in _MODES
+
+
 def calls_optimize(name: str) -> bool:
     """Does :func:`prepare` measure?"""
     return name in ("kgopt", "kgopt_graph", "kgopt_compile")
@@ -88,8 +107,8 @@ def prepare(name: str, model: nn.Module, arguments: Any, row: Row) -> nn.Module:
         kgopt.optimize(model, arguments, cuda_graph="auto" if name == "kgopt_graph" else False)
         row["optimize_s"] = round(time.monotonic() - start, 2)
         _note_report(row, kgopt.report(model))
-    if name == "kgopt_backend":
-        return torch.compile(model, dynamic=False, backend="kgopt")  # type: ignore[return-value]
+    if name.startswith("kgopt_backend"):
+        return torch.compile(model, dynamic=False, backend="kgopt", mode=_MODES.get(name))  # type: ignore[return-value]
     if name.startswith("compile") or name == "kgopt_compile":
         return torch.compile(model, dynamic=False, mode=_MODES.get(name))  # type: ignore[return-value]
     return model
