@@ -102,6 +102,8 @@ def autocast_without_a_gpu():
     ],
 )
 def test_dtypes_are_pytorch_s(function, halves, autocast_without_a_gpu):
+    if function is group_joined and torch.version.cuda is None:
+        pytest.skip("a torch without CUDA refuses such a view of a fake tensor on a GPU")
     mode = FakeTensorMode()
     with mode:
         x = torch.empty(2, 8, 6, 6, dtype=torch.float16, device="cuda")

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import kgopt.nn
 from kgopt import functional, reference
+from kgopt.torch_private import FORWARD_AD
 from test_func import FUNCTIONS, scalar
 
 
@@ -125,6 +126,8 @@ def test_compiled_transforms(name, backend, device):
 
     The sum with x keeps a tangent of the result, so that nothing else would have said so.
     """
+    if torch.__version__.startswith("2.13.") and not isinstance(FORWARD_AD, dict):
+        pytest.skip("in Dynamo of torch 2.13 making a dual number, which asks for the level, is an internal error")
     shapes, ours, theirs = FUNCTIONS[name]
     inputs, tangents = (
         tuple(torch.randn(s, device=device, dtype=torch.float64) for s in shapes) for _ in ("inputs", "tangents")
