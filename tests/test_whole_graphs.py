@@ -102,8 +102,8 @@ OPTIONS = {"channels_last": {"force_layout_optimization": True}, "as it came": {
 @pytest.mark.parametrize(("gained", "moves"), [((1.0, 0.5), True), ((1.0, 0.99), False)])
 @pytest.mark.parametrize(("first", "ours"), [((1.0, 2.0), True), ((2.0, 1.0), False)])
 def test_it_runs_in_the_faster_format(seen, monkeypatch, first, ours, gained, moves, other, grad):
-    """Bug: where Inductor's choice was kept, drawn networks took up to four times as long as in the other format. In
-    training one with a grouped convolution stayed contiguous: a quarter of a step was cuDNN's conversions.
+    """Bug: Inductor's choice was kept, which is the slower one for some networks. In training one with a grouped
+    convolution stayed contiguous: a quarter of a step was cuDNN's conversions.
     """
     monkeypatch.setattr(whole_graphs, "other_format", lambda graph, grad: other)
     answers = iter([first, gained])

@@ -6,9 +6,9 @@ them; and each call of an op costs the host more than the launch of a kernel. So
 too, and where it is faster it stays so. That takes about the time of a second compilation, once: the
 verdict lies beside Inductor's cache, and the compiled code of the winner in it.
 
-Inductor runs the convolutions of images in channels_last or as they came by rules that it made for other networks. Of
-drawn ones each choice was up to four times as slow as the other one would have been, by what cuDNN converts and by
-kernels that it has in one format alone. So the winner is compiled once more, in the format that Inductor does not take.
+Inductor runs the convolutions of images in channels_last or as they came by rules that it made for other networks. For
+some the other format is much faster, by what cuDNN converts and by kernels that it has in one format alone. So the
+winner is compiled once more, in the format that Inductor does not take.
 """
 
 from __future__ import annotations
