@@ -289,26 +289,24 @@ GIVEN_UP = {
 
 
 @pytest.mark.slow
-def test_the_suite_passes_without_any():
-    """In a few processes: after some 700 of these tests in one PyTorch's own operations stop recording gradients,
+@pytest.mark.parametrize("names", SELECTION, ids="+".join)
+def test_the_suite_passes_without_any(names):
+    """In several processes: after some 700 of these tests in one PyTorch's own operations stop recording gradients,
     which no test among them does by itself.
     """
-    passed = 0
-    for names in SELECTION:
-        run = subprocess.run(
-            [
-                *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "--show-capture=no"),
-                *("-k", " and ".join(f"not {name.strip('[]')}" for name in GIVEN_UP)),
-                *(str(TESTS / f"test_{name}.py") for name in names),
-            ],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "KGOPT_WITHOUT_PRIVATE": "1", "PYTHONPATH": str(PACKAGE.parent), "PYTEST_ADDOPTS": ""},
-            cwd=TESTS.parent,
-            timeout=1500,
-        )
-        assert run.returncode == 0, run.stdout[-6000:]
-        found = re.search(r"(\d+) passed", run.stdout)
-        assert found is not None, run.stdout[-2000:]
-        passed += int(found.group(1))
-    assert passed > 300
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "--show-capture=no"),
+            *("-k", " and ".join(f"not {name.strip('[]')}" for name in GIVEN_UP)),
+            *(str(TESTS / f"test_{name}.py") for name in names),
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "KGOPT_WITHOUT_PRIVATE": "1", "PYTHONPATH": str(PACKAGE.parent), "PYTEST_ADDOPTS": ""},
+        cwd=TESTS.parent,
+        timeout=1500,
+    )
+    assert run.returncode == 0, run.stdout[-6000:]
+    found = re.search(r"(\d+) passed", run.stdout)
+    assert found is not None, run.stdout[-2000:]
+    assert int(found.group(1)) > 10
