@@ -33,7 +33,7 @@ SLACK = 1.03  # kgopt's may take so much longer: clocks differ by that, and in t
 _GRAPHS = "triton.cudagraphs"  # Inductor's setting
 # Its settings for the formats of images.
 _FORMATS = {"channels_last": {"force_layout_optimization": True}, "as it came": {"layout_optimization": False}}
-# What Inductor's rule for inference expects of channels_last, of the time of a convolution of each kind.
+# What Inductor's rule for inference expects channels_last to save of a convolution's time, by its kind.
 _GAINS = {"grouped": -0.358, "small": 0.217, "narrowing": 0.275, "other": 0.177}
 FORMAT_GAIN = 0.97  # of the time in the format that Inductor chooses, above which that stays
 # Whose functions are called twice without harm. Those of others may do what nobody knows of.
@@ -63,7 +63,7 @@ def choose(
 
     Args:
         graph_module: as it came; it is left alone.
-        rewrite: puts kgopt's ops into such a graph, whose images will lie as ``format=`` says.
+        rewrite: puts kgopt's ops into such a graph; its second argument is a :attr:`Chosen.format`.
         options: Inductor's, with which it will be compiled.
         replays: what waits for its launches will be replayed, so the work on the GPU counts alone.
         more: what else decides what ``rewrite`` does.

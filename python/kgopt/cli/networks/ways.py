@@ -37,12 +37,12 @@ WAYS = {
     "max_autotune": "compile_max_autotune",
 }
 DEFAULT_WAYS = tuple(WAYS)
-# Those that are given the memory format in which eager is faster. kgopt.optimize picks its own.
 _MODES = {
     "compile_reduce_overhead": "reduce-overhead",
     "kgopt_backend_reduce_overhead": "reduce-overhead",
     "compile_max_autotune": "max-autotune",
 }
+# Those that are given the memory format in which eager is faster. kgopt.optimize picks its own.
 _FOLLOW_EAGER = ("compile", "kgopt_backend", *_MODES)
 
 
