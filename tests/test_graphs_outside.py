@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -130,24 +131,27 @@ def test_a_change_is_followed(change, fake, monkeypatch):
         decorated.set_scale(1.0)
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def frozen():
     """Bug: closures were found through the collector alone, which shows nothing that ``gc.freeze()`` was given. A
     program that froze its objects, as servers do before they fork, replayed the old value of such a variable.
     """
     gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-def test_a_closure_that_is_frozen_is_followed(fake, frozen):
-    model = recorded(fake)
-    before = model(x_of(2))
     try:
-        decorated.set_scale(5.0)
-        torch.testing.assert_close(model(x_of(2)), before * 5)
+        yield
     finally:
-        decorated.set_scale(1.0)
+        gc.unfreeze()
+
+
+def test_a_closure_that_is_frozen_is_followed(fake):
+    with frozen():
+        model = recorded(fake)
+        before = model(x_of(2))
+        try:
+            decorated.set_scale(5.0)
+            torch.testing.assert_close(model(x_of(2)), before * 5)
+        finally:
+            decorated.set_scale(1.0)
 
 
 class Holds(nn.Module):
@@ -164,14 +168,11 @@ class Holds(nn.Module):
 def test_a_closure_of_a_frozen_model_is_followed(fake):
     function = once_more(twice)
     model = Holds(function).eval()
-    gc.freeze()
-    try:
+    with frozen():
         recorded(fake, model)
         before = model(x_of(2))
         function.set_scale(5.0)
         torch.testing.assert_close(model(x_of(2)), before * 5)
-    finally:
-        gc.unfreeze()
 
 
 def test_other_things_may_change(fake, monkeypatch):

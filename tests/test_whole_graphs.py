@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from fake_graphs import needs_cuda_build
 from kgopt.rewrite import backend, clocks, policy, verdicts, whole_graphs
 from kgopt.rewrite.graphs import machine
 from kgopt.torch_private import compile_graph
@@ -167,7 +168,6 @@ def test_formats_that_inductor_does_not_choose(weights, trained, infers):
     node, other = graph.placeholder("x"), aten.placeholder("x")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        made = torch.empty(2, weights[0][1] * weights[0][3], 16, 16, device="cuda")
         for rows, columns, height, groups in weights:
             weight = torch.empty(rows, columns, height, height, device="cuda")
             made = torch.empty(2, columns * groups, 16, 16, device="cuda")
@@ -187,6 +187,7 @@ def test_formats_that_inductor_does_not_choose(weights, trained, infers):
         assert found == ("as it came" if expected else "channels_last")
 
 
+@needs_cuda_build
 def test_networks_in_channels_last_have_no_other_format():
     graph = torch.fx.Graph()
     x, weight = graph.placeholder("x"), graph.get_attr("weight")

@@ -265,7 +265,7 @@ def with_number(name: str, number: Any, reverse: bool = False) -> str | None:
         return None
     try:
         value = float(convert(number))
-    except (OverflowError, ZeroDivisionError):  # an int beyond any float
+    except (OverflowError, ZeroDivisionError):  # an int beyond any float, or a division by zero
         return None
     return text(act, value) if math.isfinite(value) and (value or act == "add") else None
 
