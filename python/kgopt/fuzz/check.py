@@ -288,19 +288,48 @@ class Check:
         return None
 
     def _right_as_it_lies(self, at: int, theirs: Run, judged: Judged) -> bool:
-        """Whether a result is right beside PyTorch's of the same tensors, some of them off a multiple of 16 bytes.
+        """Whether a result is right beside that of another kernel of cuDNN's.
 
-        cuDNN has other kernels for those. Of a transposed convolution with a stride some multiply x by the zeros
-        between the taps, which makes NaN of an infinity of x where it does not belong.
+        It has other ones for tensors off a multiple of 16 bytes, and in channels_last, which is what tensors of one
+        channel or position are taken for beside another of that layout. Of a transposed convolution with a stride, and
+        of the gradient of x of any other, some multiply by the zeros between the taps, which makes NaN of an infinity
+        or NaN where it does not belong.
         """
-        off = any(t.data_ptr() % 16 for t in self._tensors.values() if not t.is_meta)
-        if self._device == "cpu" or not off or not self._target.products or at >= len(theirs.outputs):
+        if self._device == "cpu" or not self._target.products or len({t.dtype for t in self._tensors.values()}) > 1:
             return False
-        same = self._theirs(aligned=False).everything()[at]
-        if same is None:
+        if at >= len(theirs.outputs):
+            same = self._theirs_in_channels_last()
+        elif any(t.data_ptr() % 16 for t in self._tensors.values() if not t.is_meta):
+            same = self._theirs(aligned=False)
+        else:
             return False
-        judged = dataclasses.replace(judged, theirs=same.detach().to(self._judge))
+        found = same.everything()[at]
+        if found is None:
+            return False
+        judged = dataclasses.replace(judged, theirs=found.detach().to(self._judge))
         return verdict(judged, functools.partial(self._noisy, at)) is None
+
+    def _theirs_in_channels_last(self) -> Run:
+        """Results and gradients; with strides of that layout also where sizes of 1 leave a choice."""
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+        def moved(t: Tensor) -> Tensor:
+            form = formats.get(t.dim())
+            if form is None:
+                return t
+            return torch.empty(t.shape, dtype=t.dtype, device=t.device, memory_format=form).copy_(t)
+
+        with flags(self._case, self._device, theirs=True):
+            names = {n: moved(t) for n, t in self._tensors.items()}
+            run = Run(
+                self._target.theirs(self._case),
+                {**self._names, **names},
+                self._leaves,
+                self._target.differentiable,
+                theirs=True,
+            )
+            run.backward([moved(dy) for dy in self._dys])
+        return run
 
     def _meets_zeros(self, at: int, theirs: Run, judged: Judged) -> bool:
         """Whether it is right but for NaN where a transposed convolution's weights, some not finite, meet zeros.

@@ -92,12 +92,17 @@ class _Tf32(torch.autograd.Function):
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over the last dim, kept. A sum loses digits of its terms' size, or of a shift taken off them."""
+    """The mean over the last dim, kept. A sum loses digits of its terms' size, or of a shift taken off them.
+
+    Of equal terms the additions all round one way, once for each doubling (Higham, The Accuracy of Floating Point
+    Summation, 1993, section 3).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: float, generator: Any) -> Tensor:
         ctx.sizes = x.shape
         y = x.mean(-1, keepdim=True)
+        size *= max(1.0, math.log2(max(x.shape[-1], 1)) / 4)
         return y + size * _uniform(y, generator) * _finite((x * x).mean(-1, keepdim=True).sqrt())
 
     @staticmethod
@@ -286,6 +291,7 @@ class NoisySteps(TorchFunctionMode):
         super().__init__()
         self._noise = noise
         self._generator = torch.Generator(device).manual_seed(noise.seed)
+        self._follows_tf32 = False
 
     def _round(self, x: Any, size: float, back: float | None = None, cut: bool = False) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -310,7 +316,9 @@ class NoisySteps(TorchFunctionMode):
             return self._logsumexp(*args, **kwargs)
         if func in _SLOPES:
             x = self._round(args[0], n.inner)
-            y = _OfResult.apply(x, func, _SLOPES[func], n.inner, n.floor, self._generator)
+            # Behind a TF32 convolution tanh is the hardware's (docs/numerics.md).
+            size = _TF32 if self._follows_tf32 else n.inner
+            y = _OfResult.apply(x, func, _SLOPES[func], size, n.floor, self._generator)
             return self._round(y, n.step)
         if func is F.tanhshrink:  # near zero all of tanh's rounding is left of the difference
             x = self._round(args[0], n.inner)
@@ -327,6 +335,7 @@ class NoisySteps(TorchFunctionMode):
 
     def _convolution(self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Any:
         n = self._noise
+        self._follows_tf32 = n.product > n.inner
         if n.tf32:
             cut = n.seed % 8 == 2  # of the samples with such operands every other one
             x, weight = (_Tf32.apply(t, n.inner, n.floor, cut, self._generator) for t in (x, weight))
