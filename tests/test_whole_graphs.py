@@ -104,7 +104,8 @@ OPTIONS = {"channels_last": {"force_layout_optimization": True}, "as it came": {
 @pytest.mark.parametrize(("first", "ours"), [((1.0, 2.0), True), ((2.0, 1.0), False)])
 def test_it_runs_in_the_faster_format(seen, monkeypatch, first, ours, gained, moves, other, grad):
     """Bug: Inductor's choice was kept, which is the slower one for some networks. In training one with a grouped
-    convolution stayed contiguous: a quarter of a step was cuDNN's conversions.
+    convolution stayed contiguous: a quarter of a step was cuDNN's conversions. In the other format kgopt's ops are
+    tried also where Inductor's norms won.
     """
     monkeypatch.setattr(whole_graphs, "other_format", lambda graph, grad: other)
     answers = iter([first, gained])
@@ -116,10 +117,10 @@ def test_it_runs_in_the_faster_format(seen, monkeypatch, first, ours, gained, mo
     x = torch.randn(2, 3, 8, 7)
     with torch.set_grad_enabled(grad):
         torch.compile(net(), backend="kgopt")(x)
-    assert (NORM in seen.calls) == ours
+    assert (NORM in seen.calls) == (ours or moves)
     assert seen.options == (OPTIONS[other] if moves else {})
     assert [options for _, options in compiled] == [{}, {}, OPTIONS[other]]
-    assert (NORM in [node.target for node in compiled[-1][0].graph.nodes]) == ours
+    assert NORM in [node.target for node in compiled[-1][0].graph.nodes]
     assert ("images" in str(backend.last_report)) == moves
 
 
