@@ -209,7 +209,7 @@ class Measurement:
             row["shape"] = self.entry.shape(self.settings.small)
             row["parameters"] = sum(p.numel() for p in self._master.parameters())
             flags = precision_flags("tf32" if task.training else task.precision)
-            with self.turns.together(), _quiet(), flags:
+            with _quiet(), flags:
                 self._fill(task, row, last)
         except MissingPackageError as error:
             row["failed"] = f"skipped: {error}"
@@ -236,11 +236,11 @@ class Measurement:
         call = self._call(task, channels_last)
         _empty(self.device)
         before = _reserved(self.device)
-        # What measures by itself does so alone, but for sites of a graph that is compiled, which take their turns.
-        with self.turns.alone() if calls_optimize(task.implementation) else contextlib.nullcontext(), call.context():
+        # What measures by itself does so alone; in the midst of compiling it takes its turns.
+        with self._alone() if calls_optimize(task.implementation) else contextlib.nullcontext(), call.context():
             run = prepare(task.implementation, call.model, call.arguments, row)
         start = time.monotonic()
-        with clocks.among_others(self.turns.short):
+        with clocks.among_others(self._alone):
             found = call.result(run)
         _synchronize(self.device)
         if "compile" in task.implementation or task.implementation.startswith("kgopt_backend"):
@@ -250,7 +250,7 @@ class Measurement:
         else:
             _note_error(row, found, expected)
         del found, expected
-        with self.turns.alone():
+        with self._alone():
             self._time(task, row, call, run, before)
 
     def _time(self, task: Task, row: Row, call: _Call, run: nn.Module, before: int) -> None:
@@ -267,12 +267,20 @@ class Measurement:
         row["held_bytes"] = _reserved(self.device) - before
         row["peak_bytes"] = peak_memory(lambda: call.run(run), self.device)
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else runs, and the GPU has done what they had launched."""
+        with self.turns.alone() as is_new:
+            if is_new and self.device.type == "cuda":
+                _wait_for_gpu(self.device)
+            yield
+
     def _reference(self, task: Task) -> tuple[list[torch.Tensor] | None, str]:
         """What float32 without TF32 gives, on the CPU; or None and why there is none."""
         if task.training not in self._references:
             plain = Task(task.network, "autocast_fp32" if task.training else "fp32", "reference")
             try:
-                with self.turns.short(), precision_flags("fp32"):
+                with self.turns.one_by_one(), precision_flags("fp32"):
                     call, state = self._call(plain, False), _random_state(self.device)
                     found = [t.cpu() for t in call.result(call.model)]
                 if not torch.equal(state, _random_state(self.device)):
@@ -286,6 +294,16 @@ class Measurement:
             call = None  # type: ignore[assignment]
             _empty(self.device)
         return self._references[task.training]
+
+
+def _wait_for_gpu(device: torch.device, seconds: float = 5.0) -> None:
+    """Until small calls come back at once: kernels of several processes share the GPU in slices of milliseconds."""
+    x, in_a_row, end = torch.zeros(32, device=device), 0, time.perf_counter() + seconds
+    while in_a_row < 10 and time.perf_counter() < end:
+        start = time.perf_counter()
+        x.add_(1)
+        torch.cuda.synchronize(device)
+        in_a_row = in_a_row + 1 if time.perf_counter() - start < 5e-4 else 0
 
 
 def clock(call: Callable[[], Any], device: torch.device, seconds: float) -> tuple[Timing, float]:

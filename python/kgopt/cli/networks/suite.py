@@ -187,7 +187,7 @@ def run_zoo(args: argparse.Namespace) -> int:
         settings = Settings(str(device), args.quick, 0.2 if args.quick else 1.0)
         if jobs > 1:
             cores = max(1, (os.cpu_count() or 1) // jobs)
-            settings = dataclasses.replace(settings, turns=stack.enter_context(Turns.folder()), compilers=cores)
+            settings = dataclasses.replace(settings, turns=stack.enter_context(Turns.made()), compilers=cores)
         run = _Run(args, settings, earlier)
         _run_cases(run, cases, jobs)
     if not run.rows:

@@ -5,75 +5,99 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-__all__ = ["Turns", "Waiting"]
-
-# A number that processes share: not 0 while its worker waits for the others, which its time limit does not count.
-Waiting = Any
+__all__ = ["Turns"]
 
 
 class Turns:
-    """Locks on two files of a folder, which end with the process that holds them.
+    """Locks on files of a folder, where each worker also leaves its process group.
 
-    ``together`` is held by whoever works, ``alone`` by one whose calls are timed, and it waits until nobody else works.
-    ``short`` is for what is timed in the midst of compiling: nobody else's such calls run meanwhile.
+    Who is timed stops the others, whatever they do, and lets them go on afterwards: it need not wait until they have
+    compiled. A lock ends with the process that holds it; those that it had stopped are for :meth:`resume`.
     """
 
-    def __init__(self, folder: str = "", waiting: Waiting = None) -> None:
-        """Without a folder there is no other process, and nothing waits."""
-        self._waiting = waiting
-        self._files = {
-            name: os.open(Path(folder, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-            for name in ("work", "gpu")
-            if folder
-        }
+    def __init__(self, folder: str = "", is_worker: bool = True) -> None:
+        """Without a folder there is no other process, and nothing waits or stops."""
+        self._folder = Path(folder) if folder else None
+        self._files: dict[str, int] = {}
         self._is_alone = not folder
+        if self._folder is None:
+            return
+        for name in ("gpu", "memory"):
+            self._files[name] = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        if is_worker:
+            with self._held("gpu"):  # whoever is timed now does not know of this one
+                (self._folder / f"group_{os.getpgrp()}").touch()
 
     @staticmethod
-    def folder() -> contextlib.AbstractContextManager[str]:
-        """Where a run keeps its locks."""
+    def made() -> contextlib.AbstractContextManager[str]:
+        """A folder for a run."""
         return tempfile.TemporaryDirectory(prefix="kgopt_zoo_")
 
-    def _take(self, name: str, how: int) -> None:
-        if name not in self._files:
-            return
-        if self._waiting is not None:
-            self._waiting.value = 1
-        fcntl.flock(self._files[name], how)
-        if self._waiting is not None:
-            self._waiting.value = 0
+    def close(self) -> None:
+        """It is not used any more."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
 
     @contextlib.contextmanager
-    def _held(self, name: str, how: int) -> Iterator[None]:
-        self._take(name, how)
+    def _held(self, name: str) -> Iterator[None]:
+        fcntl.flock(self._files[name], fcntl.LOCK_EX)
         try:
             yield
         finally:
-            self._take(name, fcntl.LOCK_UN)
+            fcntl.flock(self._files[name], fcntl.LOCK_UN)
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
-        """A worker's whole row, but for what is in ``alone``."""
-        return self._held("work", fcntl.LOCK_SH)
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._folder is not None
+        for path in self._folder.glob("group_*"):
+            group = int(path.name.removeprefix("group_"))
+            if group != os.getpgrp():
+                with contextlib.suppress(OSError):  # it has ended
+                    os.killpg(group, number)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Inside of ``together``; nothing else runs."""
+    def alone(self) -> Iterator[bool]:
+        """For what is timed. Whether others were stopped for it: what they had launched may still run on the GPU."""
         if self._is_alone:
-            yield
+            yield False
             return
-        self._take("work", fcntl.LOCK_UN)  # two that keep theirs would wait for each other
-        self._take("work", fcntl.LOCK_EX)
-        self._is_alone = True
-        try:
-            yield
-        finally:
-            self._is_alone = False
-            self._take("work", fcntl.LOCK_SH)
+        with self._held("gpu"):
+            self._is_alone = True
+            try:
+                self._say(os.getpid())
+                self._signal(signal.SIGSTOP)
+                yield True
+            finally:
+                self._signal(signal.SIGCONT)
+                self._say(0)
+                self._is_alone = False
 
-    def short(self) -> contextlib.AbstractContextManager[None]:
-        """Inside of ``together`` or ``alone``; others may compile."""
-        return contextlib.nullcontext() if self._is_alone else self._held("gpu", fcntl.LOCK_EX)
+    def one_by_one(self) -> contextlib.AbstractContextManager[None]:
+        """For what takes much of the GPU's memory."""
+        return contextlib.nullcontext() if self._is_alone else self._held("memory")
+
+    def _say(self, process: int) -> None:
+        assert self._folder is not None
+        (self._folder / "alone").write_text(str(process))
+
+    def holder(self) -> int:
+        """The process that is alone, or 0."""
+        if self._folder is None:
+            return 0
+        with contextlib.suppress(OSError, ValueError):
+            return int((self._folder / "alone").read_text())
+        return 0
+
+    def resume(self, ended: int) -> None:
+        """After the end of a worker, of this process group: those that it had stopped go on."""
+        if self._folder is None:
+            return
+        (self._folder / f"group_{ended}").unlink(missing_ok=True)
+        with self._held("gpu"):
+            self._signal(signal.SIGCONT)
+            self._say(0)

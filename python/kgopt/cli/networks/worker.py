@@ -18,7 +18,7 @@ import torch
 
 from kgopt.cli.environment import environment
 from kgopt.cli.networks.case import Measurement, Settings, Task
-from kgopt.cli.networks.turns import Turns, Waiting
+from kgopt.cli.networks.turns import Turns
 from kgopt.cli.networks.zoo import find_network
 from kgopt.cli.results import Row
 from kgopt.cli.runner import describe
@@ -41,8 +41,8 @@ class Worker:
         self._log = tempfile.NamedTemporaryFile(prefix="kgopt_zoo_", suffix=".log")  # noqa: SIM115
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
-        self._waiting = spawn.Value("b", 0, lock=False)
-        arguments = (theirs, self._log.name, settings, commit, self._waiting)
+        self._turns = Turns(settings.turns, is_worker=False)
+        arguments = (theirs, self._log.name, settings, commit)
         self._process = spawn.Process(target=_work, args=arguments, daemon=True)
         own = {"KGOPT_VERDICTS": "0"}  # each case measures anew, and nobody's files are forgotten
         if settings.compilers:
@@ -79,6 +79,8 @@ class Worker:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
+        self._turns.resume(self._process.pid or 0)
+        self._turns.close()
         self._connection.close()
         self._log.close()
 
@@ -88,7 +90,7 @@ class Worker:
             while seconds > 0:
                 if self._connection.poll(min(seconds, 0.5)):
                     return self._connection.recv()
-                seconds -= 0 if self._waiting.value else 0.5
+                seconds -= 0.5 if self._turns.holder() in (0, self._process.pid) else 0  # else it stands still
         except (EOFError, OSError):
             self._process.join(10)
             code = self._process.exitcode
@@ -113,7 +115,7 @@ def _environment(**variables: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _work(connection: Connection, log: str, settings: Settings, commit: str | None, waiting: Waiting) -> None:
+def _work(connection: Connection, log: str, settings: Settings, commit: str | None) -> None:
     os.setpgrp()  # see stop
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
@@ -124,7 +126,7 @@ def _work(connection: Connection, log: str, settings: Settings, commit: str | No
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
     connection.send(environment(device, commit))
-    turns = Turns(settings.turns, waiting)
+    turns = Turns(settings.turns)
     current: Measurement | None = None
     while True:
         try:
