@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from torch import nn
 
 import kgopt
 from kgopt.rewrite.meanings import CLAMP_STOPS
-from optimize_pairs import check, check_compiled, pair
+from optimize_pairs import check, check_compiled, pair, results
 
 
 class Net(nn.Module):
@@ -75,6 +77,84 @@ class FewerDims(Net):
         return torch.tanh(x)
 
 
+class ScaledSums(Net):
+    """By numbers that show when the code runs, on either side of the product."""
+
+    acts = ("sum mul(0.7071)", "sum mul(0.5)", f"sum mul({1 / (1 / 2**-0.5)!r})", "sum mul(-0.5)")
+
+    def forward(self, x):
+        x = 0.7071 * (x + self.norm(self.conv(x)))
+        h = self.norm(x)
+        x = (x + h) / self.divisor
+        x = (self.other(x) + x) * 2**-0.5
+        h = self.norm(x)
+        h = (h + x) * self.factor
+        return h
+
+
+class Roots(Net):
+    acts = (f"sum mul({1 / math.sqrt(2)!r})", f"sum mul({1 / math.sqrt(3)!r})")
+
+    def forward(self, x):
+        x = (x + self.norm(self.conv(x))) / math.sqrt(2)
+        h = self.other(x)
+        return (h + x) / np.sqrt(3.0)
+
+
+class Gates(Net):
+    """``h * torch.sigmoid(h)`` behind a scale."""
+
+    acts = ("scaled silu", "scaled silu", "scaled silu")
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4, 1, 1) + 0.5)
+
+    def forward(self, x):
+        h = self.norm(self.conv(x))
+        h = h * self.scale
+        h = h * torch.sigmoid(h)
+        h = self.other(self.conv(h)) * self.scale
+        y = F.sigmoid(h) * h
+        h = self.norm(self.conv(y))
+        h = h * self.scale
+        return h * h.sigmoid()
+
+
+class NoGates(Net):
+    """Read again, another function, another value."""
+
+    acts = ("scaled none", "scaled none", "scaled none")
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4, 1, 1) + 0.5)
+
+    def forward(self, x):
+        h = self.norm(self.conv(x)) * self.scale
+        y = h * torch.sigmoid(h)
+        h = self.norm(self.conv(y + h)) * self.scale
+        h = h * torch.tanh(h)
+        g = self.norm(self.conv(h)) * self.scale
+        return g * torch.sigmoid(h)
+
+
+class ScaledByTensors(Net):
+    """Sums that a tensor scales, and what stands behind another sum."""
+
+    acts = ("sum none", "sum none", "sum none")
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4, 1, 1) + 0.5)
+
+    def forward(self, x):
+        x = (x + self.norm(self.conv(x))) * self.scale
+        h = self.norm(x)
+        x = (h + x) / self.scale
+        return (x + self.norm(x)) * self.flag
+
+
 class Others(Net):
     """What is no such number: in front, a power, another order, zero, a truth value, a tensor."""
 
@@ -116,7 +196,10 @@ class ReadTwice(Net):
         return h * 2 + h.mean()
 
 
-NETS = (Literals, Held, InCalls, Clamps, FewerDims, Others, ReadTwice)
+NETS = (
+    *(Literals, Held, InCalls, Clamps, FewerDims, ScaledSums, Roots, Gates, NoGates, ScaledByTensors),
+    *(Others, ReadTwice),
+)
 
 
 @pytest.mark.parametrize("make", NETS)
@@ -176,3 +259,22 @@ def test_what_a_tensor_does_was_replaced(monkeypatch):
     check(net, original)
     monkeypatch.setattr(torch.Tensor, "__rmul__", lambda x, y: torch.mul(x, y) + 1)
     check(net, original)
+
+
+@pytest.mark.parametrize(
+    ("make", "place", "name", "other"),
+    [
+        (ScaledSums, torch.Tensor, "__mul__", lambda x, y: torch.mul(x, y) + 1),
+        (ScaledSums, torch.Tensor, "__rmul__", lambda x, y: torch.mul(x, y) + 1),
+        (Roots, math, "sqrt", lambda x: x + 1),
+        (Gates, torch, "sigmoid", torch.tanh),
+        (Gates, torch.Tensor, "sigmoid", lambda x: torch.tanh(x)),
+        (Gates, torch.Tensor, "__mul__", lambda x, y: torch.mul(x, y) + 1),
+    ],
+)
+def test_what_scaled_sums_and_gates_call_was_replaced(make, place, name, other, monkeypatch):
+    net, original = pair(make)
+    before = results(original)[0]
+    monkeypatch.setattr(place, name, other)
+    check(net, original)
+    assert not torch.allclose(results(original)[0], before)

@@ -28,7 +28,7 @@ from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.glue.later import Upsampled
 from kgopt.rewrite.maps import Map, now
-from kgopt.rewrite.meanings import activation_of, conv_of, untouched
+from kgopt.rewrite.meanings import activation_of, conv_of, untouched, with_number
 from kgopt.rewrite.modules import (
     gives_later,
     guard_methods,
@@ -76,7 +76,7 @@ class Later:
             return None
         if divisor is None:
             return plans.run_plan(self.module, self.x, plan, other, act=act)
-        if type(divisor) not in (int, float) or divisor == 0:
+        if not _is_number(divisor) or divisor == 0:
             return None
         return plans.run_plan(self.module, self.x, plan, other, float(divisor), act)
 
@@ -99,7 +99,10 @@ class LaterNorm(Later):
     def plus(self, other: Any, divisor: Any, act: str = "none", prelu: Any = None) -> Tensor | None:
         """Also the sum of one value a sample and channel."""
         if divisor is not None and not _is_one(divisor):
-            return None
+            scaled = with_number("truediv", float(divisor)) if _is_number(divisor) and act == "none" else None
+            if scaled is None:
+                return None
+            act = scaled
         y = self.site.run_added(self.module, self.x, other, act, prelu, self.begun)
         if y is None and self.site.may_modulate(self.module, self.x, other):
             # One value a sample and channel.
@@ -292,12 +295,24 @@ class Sum(Behind):
             y = later.plus(other, divisor)
             if y is not None:
                 return y
+            if divisor is not None and not _is_number(divisor):
+                return self.finish(a, b) / divisor
             a, b = self.now(a), self.now(b)
         y = a + b
         # x / 1 has the values of x; a sum of two tensors is nobody else's.
         if divisor is None or (_is_one(divisor) and _are_floats(a, b)):
             return y
         return y / divisor
+
+    def finish_times(self, a: Any, b: Any, factor: Any, is_left: bool = False) -> Any:
+        """``(a + b) * factor``; ``is_left``: ``factor * (a + b)``."""
+        later, other = (a, b) if isinstance(a, Later) else (b, a)
+        if isinstance(later, Later) and not isinstance(other, Later) and _is_number(factor) and factor:
+            y = later.plus(other, 1 / factor)
+            if y is not None:
+                return y
+        total = self.finish(a, b)
+        return factor * total if is_left else total * factor
 
     def finish_by(self, add: Any, a: Any, b: Any) -> Any:
         """``add(a, b)``: ``torch.add``, or the name of a tensor's method, ``add`` or ``add_``."""
@@ -377,15 +392,20 @@ def _changes_nothing(module: Any) -> bool:
     return all(map(_changes_nothing, module._modules.values()))
 
 
+def _is_number(value: Any) -> bool:
+    """One of Python's, or NumPy's float64, which is one."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _is_one(divisor: Any) -> bool:
-    return type(divisor) in (int, float) and divisor == 1
+    return _is_number(divisor) and bool(divisor == 1)
 
 
 def _are_floats(*tensors: Any) -> bool:
     return all(type(t) is Tensor and t.is_floating_point() for t in tensors)
 
 
-adds_as_is = originals.untouched(*originals.methods(("__add__", "__iadd__", "__truediv__")))
+adds_as_is = originals.untouched(*originals.methods(("__add__", "__iadd__", "__truediv__", "__mul__", "__rmul__")))
 _adds_by_name = originals.untouched((torch, "add"), *originals.methods(("add", "add_")))
 
 

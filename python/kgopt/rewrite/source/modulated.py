@@ -43,6 +43,7 @@ from kgopt.rewrite.source.expressions import (
     evaluated_first,
     is_plain,
     of_one_argument,
+    placed,
     replace,
 )
 from kgopt.rewrite.source.maps import Maps
@@ -383,7 +384,9 @@ class _Paths:
                 if self._is_harmless(s):
                     continue
             is_outer = block is self.method.tree.body
-            made = None if id(s) in self.of.written else self._in_place(s, name) or self._read(s, name, is_outer)
+            made = None
+            if id(s) not in self.of.written:
+                made = self._in_place(s, name) or self._gated(s, name, is_outer) or self._read(s, name, is_outer)
             if made is None:
                 self.stops[id(s)] = block, s, name
                 return None
@@ -424,17 +427,37 @@ class _Paths:
         value = self.of.call("times_in_place" if is_product else "plus_in_place", [load, s.value], s)
         return _Edit(s, value, instead=True, waits=name)
 
-    def _read(self, s: Any, name: str, may_rename: bool = False) -> _Edit | None:
-        """A statement that reads the variable once, the last to do so."""
+    def _gated(self, s: Any, name: str, may_rename: bool) -> _Edit | None:
+        """``h = h * torch.sigmoid(h)``, which is silu."""
+        if not self._ends(s, name, may_rename) or not isinstance(s.value, ast.BinOp):
+            return None
+        e = s.value
+        for value, gate in ((e.left, e.right), (e.right, e.left)):
+            if not isinstance(e.op, ast.Mult) or not isinstance(gate, ast.Call) or not _is_name(value, name):
+                continue
+            inside = gate.args[0] if of_one_argument(gate) else getattr(gate.func, "value", None)
+            act = self._act(gate, inside) if _is_name(inside, name) else None  # type: ignore[arg-type]
+            if act is None or act[0] != "sigmoid" or act[1:] == (None, ""):  # what a module is shows later
+                continue
+            read = ast.copy_location(ast.Name(name, ast.Load()), e)
+            return _Edit(s, self._then(e, read, ("silu", *act[1:]), gate))
+        return None
+
+    def _ends(self, s: Any, name: str, may_rename: bool) -> bool:
+        """A statement with a value, behind which the variable holds that, or is not read any more."""
         if not isinstance(s, (ast.Assign, ast.AnnAssign, ast.Return)) or s.value is None:
-            return None
-        loads = [n for n in walk(s) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
-        if len(loads) != 1 or not any(n is loads[0] for n in _outside_scopes(s.value)):
-            return None
+            return False
         target = None if isinstance(s, ast.Return) else self.method.target(s)
         # A path that comes from elsewhere has it under one name: all come together in the body itself.
         may_rename = may_rename and target is not None and name not in self.of.live.after.get(id(s), {name})
-        if not isinstance(s, ast.Return) and target != name and not may_rename:
+        return isinstance(s, ast.Return) or target == name or may_rename
+
+    def _read(self, s: Any, name: str, may_rename: bool = False) -> _Edit | None:
+        """A statement that reads the variable once, the last to do so."""
+        if not self._ends(s, name, may_rename):
+            return None
+        loads = [n for n in walk(s) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+        if len(loads) != 1 or not any(n is loads[0] for n in _outside_scopes(s.value)):
             return None
         self.base = loads[0]
         return self._value(s)
@@ -510,6 +533,8 @@ class _Paths:
             other = e.right if left is not None else e.left
             if (left is None and right is None) or not is_quiet(self.method, other, self.between):
                 return None
+            if isinstance(e.op, ast.Mult) and self.is_shifted:
+                return None  # no op multiplies behind a sum; that with another tensor may be scaled (source/sums.py)
             self._note(isinstance(e.op, ast.Mult))
             method = "times" if isinstance(e.op, ast.Mult) else "plus"
             return self.of.call(method, [left or e.left, right or e.right], e)
@@ -584,8 +609,8 @@ class _Paths:
         node = None if function is None else self.method.described(function, e)
         return (node.name, function, "") if node is not None and node.kind == "act" else None
 
-    def _then(self, e: Any, value: ast.expr, act: tuple[str, Any, str]) -> ast.expr:
-        """``act(value)`` as a call of the site's."""
+    def _then(self, e: Any, value: ast.expr, act: tuple[str, Any, str], gate: ast.Call | None = None) -> ast.expr:
+        """``act(value)`` as a call of the site's. ``gate``: the call in ``h * torch.sigmoid(h)``."""
         name, function, method = act
         self.is_acted = self.is_acted or bool(name)
         self.act = name or self.act
@@ -593,7 +618,8 @@ class _Paths:
             return self.of.call("then", [e.func, value], e)
         site = f"{self.of.name}_{len(self.of.written)}_{len(self.edits)}"
         self.method.sites[site] = Modulation(function, name, method)
-        return self.of.call("then", [as_function(e, method), value, *([] if method else [e.func])], e, site)
+        made = as_function(e, method) if gate is None else _as_function_of(value, e)
+        return self.of.call("then", [made, value, *([] if method else [(gate or e).func])], e, site)
 
     def commit(self, call: ast.Call) -> None:
         """Writes what was found."""
@@ -678,6 +704,16 @@ def _is_operand(s: ast.stmt, name: str, site: str) -> bool:
             taken |= {id(a) for a in node.args}  # type: ignore[attr-defined]
     loads = [n for n in walk(s) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
     return all(id(n) in taken for n in loads)
+
+
+def _is_name(e: Any, name: str) -> bool:
+    return isinstance(e, ast.Name) and e.id == name
+
+
+def _as_function_of(name: Any, e: ast.expr) -> ast.Lambda:
+    """What an expression makes of a variable, as a function of that."""
+    arguments = ast.arguments([], [ast.arg(name.id)], None, [], [], None, [])
+    return placed(ast.Lambda(arguments, copied(e)), e)
 
 
 def _become(s: ast.stmt, other: ast.Assign) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ast
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,7 +30,8 @@ from kgopt.rewrite.source.norm_calls import is_norm_call, site_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
 from kgopt.rewrite.sums import Activated, Sum
 
-_OPERANDS = {"finish": 2, "finish_in_place": 2, "finish_by": 3}  # of a sum without a division
+_OPERANDS = {"finish": 2, "finish_in_place": 2, "finish_by": 3}  # of a sum that nothing scales
+_SCALED = {ast.Div: "finish", ast.Mult: "finish_times"}  # by what is done to the sum
 
 
 class Sums:
@@ -134,6 +136,26 @@ class Sums:
             return self.method.what(e.func)[0] in ("conv", "norm", "tail")
         return isinstance(e.func, ast.Name) and e.func.id in self.method.locals and e.func.id not in self.method.hidden
 
+    def _scaled(self, e: Any) -> tuple[ast.expr, str, list[ast.expr]] | None:
+        """``(a + b) / c``, ``(a + b) * c``, ``2 * (a + b)``: what is scaled, the site's method, and how."""
+        if not isinstance(e, ast.BinOp) or type(e.op) not in _SCALED:
+            return None
+        if self._may_be_number(e.right):
+            return e.left, _SCALED[type(e.op)], [e.right]
+        if not isinstance(e.op, ast.Mult) or not _is_number(e.left):
+            return None
+        return e.right, _SCALED[ast.Mult], [e.left, ast.copy_location(ast.Constant(True), e)]
+
+    def _may_be_number(self, e: ast.expr) -> bool:
+        """A number, arithmetic or a root of some, an attribute: it shows when the code runs."""
+        if isinstance(e, ast.Attribute):
+            return is_plain(e)
+        if of_one_argument(e):
+            function = self.method.function(e.func)  # type: ignore[attr-defined]
+            is_root = getattr(function, "__name__", "") == "sqrt" and not isinstance(function, types.FunctionType)
+            return is_root and self._may_be_number(e.args[0])  # type: ignore[attr-defined]
+        return _is_number(e)
+
     def _write_sum(self, statement: ast.stmt, e: ast.expr, side: ast.expr) -> None:
         sides, call = self._addition(e), self._passed_on(side)
         assert sides is not None
@@ -147,7 +169,12 @@ class Sums:
         if side is not call:
             begin = self._through(name, side, {id(call): begin})
         operands = [begin if s is side else s for s in (left, right)]
-        replace(statement, e, call_of(name, "finish_by" if how else "finish", [*how, *operands], e))
+        around = None if how else next((n for n in walk(statement) if (self._scaled(n) or [None])[0] is e), None)
+        scaled = self._scaled(around)
+        if scaled is not None:
+            replace(statement, around, call_of(name, scaled[1], [*operands, *scaled[2]], around))  # type: ignore[arg-type]
+        else:
+            replace(statement, e, call_of(name, "finish_by" if how else "finish", [*how, *operands], e))
 
     def _sum_of_names(self, body: list[ast.stmt], k: int) -> None:
         """``h = self.conv(h)``, some harmless statements, ``(x + h) / self.scale`` or ``h += x``."""
@@ -188,13 +215,15 @@ class Sums:
         dead = anew or target not in liveness(self.method.tree.body).after.get(id(statement), set())
         if found is None or len(read) != 1 or not dead or not evaluated_first(statement.value, found[0]):
             return False
-        whole, sides, divisor, how = found
+        whole, sides, scaled, how = found
         name = self._new_sum(call)
         replace(first, call, self._begin(name, call, between))
         self._read_now(name, early, target)
         sides = [self._through(name, s) if self._is_passed(s, target) else s for s in sides]
-        rest = [divisor] if divisor is not None else []
-        replace(statement, whole, call_of(name, "finish_by" if how else "finish", [*how, *sides, *rest], whole))
+        if scaled is not None:
+            replace(statement, whole, call_of(name, scaled[1], [*sides, *scaled[2]], whole))
+        else:
+            replace(statement, whole, call_of(name, "finish_by" if how else "finish", [*how, *sides], whole))
         return True
 
     def _sum_in_branch(
@@ -288,22 +317,18 @@ class Sums:
 
     def _sum_with(
         self, value: ast.expr, name: str, call: ast.expr, between: list[str]
-    ) -> tuple[ast.expr, list[ast.expr], ast.expr | None, list[ast.expr]] | None:
-        """The sum of a variable and something plain, perhaps divided by an attribute, its parts, how it is written."""
+    ) -> tuple[ast.expr, list[ast.expr], tuple[ast.expr, str, list[ast.expr]] | None, list[ast.expr]] | None:
+        """The sum of a variable and something plain, perhaps scaled, its parts, how it is scaled, how it is written."""
         for e in walk(value):
-            divisor = None
-            inner = e
-            if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Div) and isinstance(e.right, ast.Attribute):
-                inner, divisor = e.left, e.right
-            found = self._addition(inner)
-            if found is not None and not (found[2] and divisor is not None):
+            scaled = self._scaled(e)
+            found = self._addition(e if scaled is None else scaled[0])
+            if found is not None and not (found[2] and scaled is not None):
                 sides, how = [*found[:2]], found[2]
                 named = [self._is_passed(s, name) for s in sides]
                 others = [s for s, passed in zip(sides, named, strict=True) if not passed]
-                plain = all(self._may_run_beside(call, s, between) for s in others)
-                if any(named) and plain and (divisor is None or is_plain(divisor)):
+                if any(named) and all(self._may_run_beside(call, s, between) for s in others):
                     assert isinstance(e, ast.expr)
-                    return e, sides, divisor, how
+                    return e, sides, scaled, how
         return None
 
     def _through(self, name: str, e: ast.expr, begun: dict[int, ast.expr] | None = None) -> ast.expr:
@@ -475,6 +500,15 @@ class Sums:
         if path is not None and kind == "norm":
             self._norms[name] = path, norm, "none"
         return name
+
+
+def _is_number(e: ast.expr) -> bool:
+    """A number, or arithmetic of some: ``2 ** -0.5``."""
+    if isinstance(e, ast.BinOp):
+        return _is_number(e.left) and _is_number(e.right)
+    if isinstance(e, ast.UnaryOp):
+        return isinstance(e.op, ast.USub) and _is_number(e.operand)
+    return isinstance(e, ast.Constant) and type(e.value) in (int, float)
 
 
 def _calls(e: ast.AST) -> Iterator[ast.Call]:
