@@ -30,7 +30,10 @@ _STYLES = (
     *("added", "list", "dict", "sliced", "indexed", "reduced", "functional", "functional", "walrus", "conditional"),
 )
 _FILMS = ("film", "film steps", "film branch", "film addcmul", "film in place", "film shift")
-_SUMS = ("x + h", "h + x", "h += x", "h += x", "x += h", "torch.add", "scaled", "divided", "h.add", "add_", "chained")
+_SUMS = (
+    *("x + h", "h + x", "h += x", "h += x", "x += h", "torch.add", "scaled", "divided", "h.add", "add_", "chained"),
+    *("halved", "rooted"),
+)
 _FORMS = ("module", "module", "functional", "method", "torch", "shared")
 
 

@@ -119,6 +119,8 @@ def _sum(at: ClassDraft, form: str, kept: str, h: str, dst: str) -> None:
         "chained": f"{kept} + {h} + 0.5",
         "scaled": f"{kept} + {h} * self.scale",
         "divided": f"({kept} + {h}) / self.scale",
+        "halved": f"0.5 * ({kept} + {h})",
+        "rooted": f"({h} + {kept}) / math.sqrt(2)",
     }.get(form, h)
     at.say(f"{dst} = {result}")
 

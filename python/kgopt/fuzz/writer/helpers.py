@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
