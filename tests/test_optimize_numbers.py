@@ -188,6 +188,13 @@ class Extreme(Net):
         return torch.tanh(self.other(x) / self.small)
 
 
+class ExtremeSums(Extreme):
+    def forward(self, x):
+        found = [(x + self.norm(x)) * self.high, (self.norm(x) + x) / self.high, (x + self.norm(x)) * self.nothing]
+        found += [(x + self.norm(x)) / self.nothing, 0 * (x + self.norm(x)), (x + self.norm(x)) / self.small]
+        return torch.stack([*found, (x + self.norm(x)) * self.small])
+
+
 class ReadTwice(Net):
     acts = ("none",)
 
@@ -218,11 +225,20 @@ def test_compiled(make):
     check_compiled(*pair(make))
 
 
-def test_extreme_numbers():
-    net, original = pair(Extreme)
+@pytest.mark.parametrize("make", [Extreme, ExtremeSums])
+def test_extreme_numbers(make):
+    net, original = pair(make)
     x = torch.randn(2, 4, 5, 6).double()
     with torch.no_grad():
         torch.testing.assert_close(net(x), original(x), rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def test_a_number_beyond_any_float_behind_a_sum():
+    net, original = pair(ScaledSums)
+    net.divisor = original.divisor = 10**400
+    for model in (net, original):
+        with pytest.raises((OverflowError, RuntimeError)):
+            model(torch.randn(2, 4, 5, 6).double())
 
 
 def test_another_number_later(ran):

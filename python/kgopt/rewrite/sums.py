@@ -99,7 +99,8 @@ class LaterNorm(Later):
     def plus(self, other: Any, divisor: Any, act: str = "none", prelu: Any = None) -> Tensor | None:
         """Also the sum of one value a sample and channel."""
         if divisor is not None and not _is_one(divisor):
-            scaled = with_number("truediv", float(divisor)) if _is_number(divisor) and act == "none" else None
+            number = float(divisor) if isinstance(divisor, float) else divisor  # NumPy's are other ones to the ops
+            scaled = with_number("truediv", number) if act == "none" else None
             if scaled is None:
                 return None
             act = scaled
