@@ -101,14 +101,16 @@ class Roots(Net):
         return (h + x) / np.sqrt(3.0)
 
 
-class Gates(Net):
-    """``h * torch.sigmoid(h)`` behind a scale."""
-
-    acts = ("scaled silu", "scaled silu", "scaled silu")
-
+class WithScale(Net):
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.rand(4, 1, 1) + 0.5)
+
+
+class Gates(WithScale):
+    """``h * torch.sigmoid(h)`` behind a scale."""
+
+    acts = ("scaled silu", "scaled silu", "scaled silu")
 
     def forward(self, x):
         h = self.norm(self.conv(x))
@@ -121,14 +123,10 @@ class Gates(Net):
         return h * h.sigmoid()
 
 
-class NoGates(Net):
+class NoGates(WithScale):
     """Read again, another function, another value."""
 
     acts = ("scaled none", "scaled none", "scaled none")
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(4, 1, 1) + 0.5)
 
     def forward(self, x):
         h = self.norm(self.conv(x)) * self.scale
@@ -139,14 +137,10 @@ class NoGates(Net):
         return g * torch.sigmoid(h)
 
 
-class ScaledByTensors(Net):
+class ScaledByTensors(WithScale):
     """Sums that a tensor scales, and what stands behind another sum."""
 
     acts = ("sum none", "sum none", "sum none")
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(4, 1, 1) + 0.5)
 
     def forward(self, x):
         x = (x + self.norm(self.conv(x))) * self.scale

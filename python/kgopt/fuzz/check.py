@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kgopt._layout import is_channels_last
+from kgopt._layout import FORMATS, empty, is_channels_last
 from kgopt.fuzz.calls import Run, flags, gradient_lines, namespace, tf32_of
 from kgopt.fuzz.catalogue import TARGETS
 from kgopt.fuzz.judge import Judged, same_bits, verdict
@@ -313,13 +313,9 @@ class Check:
 
     def _theirs_in_channels_last(self) -> Run:
         """Results and gradients; with strides of that layout also where sizes of 1 leave a choice."""
-        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
 
         def moved(t: Tensor) -> Tensor:
-            form = formats.get(t.dim())
-            if form is None:
-                return t
-            return torch.empty(t.shape, dtype=t.dtype, device=t.device, memory_format=form).copy_(t)
+            return empty(t, t.shape, channels_last=True).copy_(t) if t.dim() in FORMATS else t
 
         with flags(self._case, self._device, theirs=True):
             names = {n: moved(t) for n, t in self._tensors.items()}

@@ -32,6 +32,7 @@ from kgopt.rewrite.sums import Activated, Sum
 
 _OPERANDS = {"finish": 2, "finish_in_place": 2, "finish_by": 3}  # of a sum that nothing scales
 _SCALED = {ast.Div: "finish", ast.Mult: "finish_times"}  # by what is done to the sum
+_Scaled = tuple[ast.expr, str, list[ast.expr]]
 
 
 class Sums:
@@ -136,7 +137,7 @@ class Sums:
             return self.method.what(e.func)[0] in ("conv", "norm", "tail")
         return isinstance(e.func, ast.Name) and e.func.id in self.method.locals and e.func.id not in self.method.hidden
 
-    def _scaled(self, e: Any) -> tuple[ast.expr, str, list[ast.expr]] | None:
+    def _scaled(self, e: Any) -> _Scaled | None:
         """``(a + b) / c``, ``(a + b) * c``, ``2 * (a + b)``: what is scaled, the site's method, and how."""
         if not isinstance(e, ast.BinOp) or type(e.op) not in _SCALED:
             return None
@@ -170,11 +171,8 @@ class Sums:
             begin = self._through(name, side, {id(call): begin})
         operands = [begin if s is side else s for s in (left, right)]
         around = None if how else next((n for n in walk(statement) if (self._scaled(n) or [None])[0] is e), None)
-        scaled = self._scaled(around)
-        if scaled is not None:
-            replace(statement, around, call_of(name, scaled[1], [*operands, *scaled[2]], around))  # type: ignore[arg-type]
-        else:
-            replace(statement, e, call_of(name, "finish_by" if how else "finish", [*how, *operands], e))
+        whole = e if around is None else around
+        replace(statement, whole, _finished(name, [*how, *operands], bool(how), self._scaled(around), whole))
 
     def _sum_of_names(self, body: list[ast.stmt], k: int) -> None:
         """``h = self.conv(h)``, some harmless statements, ``(x + h) / self.scale`` or ``h += x``."""
@@ -220,10 +218,7 @@ class Sums:
         replace(first, call, self._begin(name, call, between))
         self._read_now(name, early, target)
         sides = [self._through(name, s) if self._is_passed(s, target) else s for s in sides]
-        if scaled is not None:
-            replace(statement, whole, call_of(name, scaled[1], [*sides, *scaled[2]], whole))
-        else:
-            replace(statement, whole, call_of(name, "finish_by" if how else "finish", [*how, *sides], whole))
+        replace(statement, whole, _finished(name, [*how, *sides], bool(how), scaled, whole))
         return True
 
     def _sum_in_branch(
@@ -317,7 +312,7 @@ class Sums:
 
     def _sum_with(
         self, value: ast.expr, name: str, call: ast.expr, between: list[str]
-    ) -> tuple[ast.expr, list[ast.expr], tuple[ast.expr, str, list[ast.expr]] | None, list[ast.expr]] | None:
+    ) -> tuple[ast.expr, list[ast.expr], _Scaled | None, list[ast.expr]] | None:
         """The sum of a variable and something plain, perhaps scaled, its parts, how it is scaled, how it is written."""
         for e in walk(value):
             scaled = self._scaled(e)
@@ -500,6 +495,13 @@ class Sums:
         if path is not None and kind == "norm":
             self._norms[name] = path, norm, "none"
         return name
+
+
+def _finished(name: str, operands: list[ast.expr], by: bool, scaled: _Scaled | None, place: ast.AST) -> ast.Call:
+    """The sum as a call of its site; ``by``: the first operand says how it is written."""
+    if scaled is not None:
+        return call_of(name, scaled[1], [*operands, *scaled[2]], place)
+    return call_of(name, "finish_by" if by else "finish", operands, place)
 
 
 def _is_number(e: ast.expr) -> bool:
