@@ -274,7 +274,7 @@ def test_convolutions_without_gradients_and_with_other_arguments(faster):
     found, calls = captured(model, x)
     agree(found, model(x))
     assert sum("conv3d" in name for name in calls) == 3
-    assert calls.count("kgopt.conv3d.default") == 1
+    assert calls.count("kgopt.conv3d.default") == 2
 
 
 def test_one_that_is_not_as_accurate_stays(faster, monkeypatch):

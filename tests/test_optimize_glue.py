@@ -102,6 +102,23 @@ def test_what_is_recognized():
     assert glue.recognize(torch.relu, (x,), {}) is None
 
 
+def test_padding_by_name_is_known_in_numbers():
+    x, weight, bias = torch.randn(1, 4, 9, 9), torch.randn(6, 4, 3, 5), torch.randn(6)
+    for name, dilation, padding in (("same", (2, 1), (2, 2)), ("valid", (1, 1), (0, 0)), ("same", 3, (3, 6))):
+        given = {"padding": name, "dilation": dilation}
+        call = glue.recognize(F.conv2d, (x, weight, bias), given)
+        assert call.argument[3] == padding
+        torch.testing.assert_close(call.run(), F.conv2d(x, weight, bias, **given))
+    even = torch.randn(6, 4, 2, 2)
+    for given in (
+        (F.conv2d, (x, even, bias), {"padding": "same"}),  # more on one side
+        (F.conv2d, (x, weight, bias), {"padding": "same", "stride": 2}),  # PyTorch refuses the others
+        (F.conv2d, (x, weight, bias), {"padding": "full"}),
+        (F.conv_transpose2d, (x, torch.randn(4, 6, 3, 3), bias), {"padding": "same"}),
+    ):
+        assert glue.recognize(*given) is None
+
+
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
 def test_one_position_more_has_the_bits_of_pytorch(channels_last, device, poisoned):
     for shape, size in (((2, 8, 5, 7), (6, 7)), ((1, 4, 3, 5, 7), (4, 6, 8)), ((1, 3, 4, 2, 6), (4, 3, 6))):

@@ -63,6 +63,15 @@ def test_folded(before, pads, kernel, padding):
     assert rest == [pads, kernel, padding]
 
 
+@pytest.mark.parametrize(("name", "padding"), [("same", [2, 2, 2]), ("valid", [1, 1, 1])])
+def test_a_convolution_whose_padding_has_a_name(name, padding):
+    model, args = Net(FOLDED["module"][0], padding=name).double(), draw()
+    with torch.no_grad():
+        result, *rest = captured(model, *args)
+        torch.testing.assert_close(result, model(*args))
+    assert rest == [[], (3, 3, 3), padding]
+
+
 KEPT = {
     "one side": lambda x, c: F.pad(x, (0, 1, 0, 1)),
     "value": lambda x, c: F.pad(x, (1, 1, 1, 1), value=1.0),

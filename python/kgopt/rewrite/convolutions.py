@@ -123,7 +123,7 @@ def _dims(node: fx.Node) -> int:
 
 def _own(graph: fx.Graph, node: fx.Node, option: str) -> fx.Node:
     """The convolution by kgopt's op."""
-    found = geometry_of(node.target, node.args, dict(node.kwargs))
+    found = geometry_of(node.target, node.args, dict(node.kwargs), value)
     assert found is not None  # it was measured
     tracer = fx.proxy.GraphAppendingTracer(graph)
     (x, *more), argument = found
@@ -276,7 +276,7 @@ class _Convolution:
         self.wanted = [t.requires_grad_() for n, t in made.items() if grad and value(n).requires_grad]
         given = node.args, dict(node.kwargs)
         self.args, self.kwargs = fx.map_arg(given, made.__getitem__)  # type: ignore[misc, arg-type]
-        found = geometry_of(node.target, *given) if is_bias_free else None
+        found = geometry_of(node.target, *given, value) if is_bias_free else None
         bias = None if found is None else found[0][2]
         self.timed = fx.map_arg(given, lambda n: None if n is bias else made[n])  # type: ignore[arg-type, return-value]
 

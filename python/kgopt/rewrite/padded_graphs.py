@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from kgopt.rewrite import originals
 from kgopt.rewrite.captured import is_known, value
-from kgopt.rewrite.glue.calls import PAD, PLAIN_CONVS, numbers
+from kgopt.rewrite.glue.calls import PAD, PLAIN_CONVS, geometry_of, numbers
 from kgopt.rewrite.padding import without_idle_taps
 from kgopt.rewrite.upsampled_graphs import given_of, is_conv
 from kgopt.rewrite.writes import is_written_between
@@ -45,14 +45,12 @@ def _fold(graph: fx.Graph, node: fx.Node) -> bool:
         x, more = found
         zeros = [(b + c, a + d) for (b, a), (c, d) in zip(zeros, more, strict=True)]
     weight = value(given["weight"])
-    lists = [numbers(given[name], rank) for name in ("stride", "padding", "dilation")]
     if not pads or not is_known(value(x)) or not is_known(weight) or weight.dim() != rank + 2:
         return False
-    if is_written_between(pads[-1], node):
+    geometry = geometry_of(node.target, node.args, dict(node.kwargs), value)
+    if geometry is None or is_written_between(pads[-1], node):
         return False
-    stride, own, dilation = lists
-    if stride is None or own is None or dilation is None:
-        return False
+    _, _, stride, own, dilation, *_ = geometry[1]
     ends = [(b + p, a + p) for (b, a), p in zip(zeros, own, strict=True)]
     sizes = value(x).shape[2:]
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]

@@ -23,6 +23,7 @@ from kgopt._layout import format_of, is_channels_last, memory_format
 from kgopt.rewrite import originals, watching
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import plans
+from kgopt.rewrite.emit import padding_in_numbers
 from kgopt.rewrite.glue.calls import CATS, FUNCTIONS, PAD, geometry_of
 from kgopt.rewrite.glue.kernels import cat_channels_last
 from kgopt.rewrite.glue.plans import Normalized, Repeated, may_plan, plan_of
@@ -326,6 +327,9 @@ def _has_own_way(module: nn.Module, cls: Any) -> bool:
 
 def _of_conv(module: Any, weight: Any, bias: Any) -> _Conv | None:
     stride, own, dilation = module.stride, module.padding, module.dilation
+    if isinstance(own, str) and isinstance(weight, Tensor) and weight.dim() == len(dilation) + 2:
+        own = padding_in_numbers(own, weight.shape[2:], dilation)
+        own = own if own is None else tuple(own)
     if module.padding_mode != "zeros" or not type(stride) is type(own) is type(dilation) is tuple:
         return None
     return _Conv(weight, bias, stride, own, dilation, module.groups)

@@ -226,14 +226,26 @@ def conv_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return {name: given.get(name, _CONV_DEFAULTS.get(name)) for name in names}
 
 
-def geometry_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:
-    """A convolution's input, weight and bias, and what :attr:`Call.argument` has of the rest; None: it says less."""
+def geometry_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], held: Callable[[Any], Any] = lambda weight: weight
+) -> tuple[Any, tuple[Any, ...]] | None:
+    """A convolution's input, weight and bias, and what :attr:`Call.argument` has of the rest; None: it says less.
+
+    ``held`` is the tensor that stands for the weight, whose sizes say what padding by name is.
+    """
     op, rank, transposed = _CONVS[func]
     given = {"output_padding": 0, **conv_arguments(func, args, kwargs)}
-    lists = [numbers(given[name], rank) for name in ("stride", "padding", "dilation", "output_padding")]
-    if None in lists or type(given["groups"]) is not int:
+    stride, dilation, output_padding = (numbers(given[name], rank) for name in ("stride", "dilation", "output_padding"))
+    padding = given["padding"]
+    if padding in ("same", "valid") and not transposed and dilation is not None:
+        kernel = getattr(held(given["weight"]), "shape", ())[2:]
+        is_taken = len(kernel) == rank and (padding == "valid" or stride == (1,) * rank)
+        padding = padding_in_numbers(padding, kernel, dilation) if is_taken else None
+    padding = numbers(padding, rank)
+    if None in (stride, padding, dilation, output_padding) or type(given["groups"]) is not int:
         return None
-    return [given[name] for name in ("input", "weight", "bias")], (op, transposed, *lists, given["groups"])
+    rest = (op, transposed, stride, padding, dilation, output_padding, given["groups"])
+    return [given[name] for name in ("input", "weight", "bias")], rest
 
 
 def _conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
