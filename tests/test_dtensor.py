@@ -59,6 +59,7 @@ SHARDED_BY_CHANNELS = {  # whose result stays so
     "upsample_nearest": ["S1"],
     "upsample_nearest_backward": ["S1"],
     "pad_replicate": ["S1"],
+    "in_format": ["S1"],
     "max_pool": ["S1"],
 }
 SHARDED_BY_SAMPLES = {name: ["S0"] for name in NAMES} | {

@@ -143,6 +143,12 @@ def pad_replicate_ref(x: Tensor, pad: Sequence[int]) -> Tensor:
     return F.pad(x, list(pad), mode="replicate")
 
 
+def in_format_ref(x: Tensor, channels_last: bool) -> Tensor:
+    """A copy in channels_last(_3d), or contiguous."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()]
+    return x.clone(memory_format=last if channels_last else torch.contiguous_format)
+
+
 def max_pool_ref(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
     """``F.max_pool3d`` or ``F.max_pool2d``, after the rank of x."""
     window = list(kernel_size), list(stride), list(padding)

@@ -13,6 +13,7 @@ from kgopt.ops import group_norm as group_norm
 from kgopt.ops import group_norm_by_sample as group_norm_by_sample
 from kgopt.ops import group_norm_maps as group_norm_maps
 from kgopt.ops import group_norm_prelu as group_norm_prelu
+from kgopt.ops import layout as layout
 from kgopt.ops import lse_backward as lse_backward
 from kgopt.ops import norm_conv as norm_conv
 from kgopt.ops import pipelines as pipelines

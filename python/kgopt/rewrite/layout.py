@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from kgopt._layout import FORMATS, as_channels_last, is_channels_last, is_dense_channels_last
+from kgopt._layout import FORMATS, as_channels_last, is_channels_last, is_dense_channels_last, memory_format
 from kgopt.rewrite import classes, known
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.meanings import CONV_MODULES
@@ -26,6 +26,9 @@ from kgopt.rewrite.transaction import LOCK, snapshot
 from kgopt.rewrite.watching import is_captured, is_watched
 from kgopt.torch_private import tree_map, version_of
 
+# Bytes, from which the op converts a tensor: PyTorch is several times as slow. Below, both wait for the launch.
+LARGE = 2**20
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CONVS: Any = tuple(CONV_MODULES)
 
 
@@ -160,7 +163,7 @@ class _Given:
         if not isinstance(x, Tensor) or x.dim() not in FORMATS or not x.is_floating_point():
             return x
         self.is_channels_last = self.is_channels_last or is_dense_channels_last(x)
-        y = as_channels_last(x)
+        y = _moved(x, True)
         if y is not x:
             self.tensors.append((x, y, _version(y)))
         elif self.names_format and x.shape[1] == 1 and not is_channels_last(x):
@@ -196,7 +199,16 @@ class _Given:
             return x
         # Where nobody counts what is written to ours, the caller's own tensor may not have it.
         own = self._own(x) if _counts(x) else x
-        return own if own is not x or self.is_channels_last or not is_dense_channels_last(x) else x.contiguous()
+        return own if own is not x or self.is_channels_last or not is_dense_channels_last(x) else _moved(x, False)
+
+
+def _moved(x: Tensor, channels_last: bool) -> Tensor:
+    """In that format; as it is where it lies so."""
+    is_op = x.is_cuda and type(x) is Tensor and x.dtype in _DTYPES and x.numel() * x.element_size() >= LARGE
+    if is_op and not torch.compiler.is_compiling() and not is_watched():
+        lies = x.is_contiguous(memory_format=memory_format(x.dim(), channels_last))
+        return x if lies else torch.ops.kgopt.in_format(x, channels_last)  # type: ignore[no-any-return]
+    return as_channels_last(x) if channels_last else x.contiguous()
 
 
 def _counts(x: Tensor) -> bool:

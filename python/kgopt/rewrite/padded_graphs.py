@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from kgopt.rewrite import originals
 from kgopt.rewrite.captured import is_known, value
-from kgopt.rewrite.glue.calls import PAD, PLAIN_CONVS, geometry_of, numbers
+from kgopt.rewrite.glue.calls import PAD, PLAIN_CONVS, geometry_of
 from kgopt.rewrite.padding import without_idle_taps
 from kgopt.rewrite.upsampled_graphs import given_of, is_conv
 from kgopt.rewrite.writes import is_written_between

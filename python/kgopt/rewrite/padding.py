@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from kgopt._layout import format_of, is_channels_last, memory_format
 from kgopt.rewrite import originals, watching
+from kgopt.rewrite.emit import padding_in_numbers
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import plans
-from kgopt.rewrite.emit import padding_in_numbers
 from kgopt.rewrite.glue.calls import CATS, FUNCTIONS, PAD, geometry_of
 from kgopt.rewrite.glue.kernels import cat_channels_last
 from kgopt.rewrite.glue.plans import Normalized, Repeated, may_plan, plan_of

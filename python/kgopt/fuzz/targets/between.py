@@ -39,6 +39,21 @@ def _upsample_linear() -> Target:
     )
 
 
+def _in_format() -> Target:
+    def draw(d: Draw) -> tuple[Tensors, Args]:
+        return {"x": d.tensor(_image(d))}, {"channels_last": d.chance(0.5)}
+
+    return Target(
+        "in_format",
+        2,
+        draw,
+        lambda case: f"torch.ops.kgopt.in_format(x, {case['args']['channels_last']!r})",
+        lambda case: f"{REF}.in_format_ref(x, {case['args']['channels_last']!r})",
+        ("op",),
+        grads=("x",),
+    )
+
+
 def _upsample_nearest() -> Target:
     def draw(d: Draw) -> tuple[Tensors, Args]:
         shape = _image(d)
@@ -161,6 +176,7 @@ def _upsample_conv_weight() -> Target:
 TARGETS = [
     _upsample_linear(),
     _upsample_nearest(),
+    _in_format(),
     _upsample_backward("linear"),
     _upsample_backward("nearest"),
     _pad_replicate(),
