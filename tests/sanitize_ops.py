@@ -296,6 +296,30 @@ def run_gradients(name, dy, x, weight, geometry, wanted=(True, True, True), back
     run(f"conv_backward {name} {x.dtype}", dy, x, weight, backward=False, call=call)
 
 
+def depthwise_cases() -> None:
+    """Tiles of images and volumes at both strides, forward and backward."""
+    for dtype, last in itertools.product((torch.float32, *HALVES), (False, True)):
+        for c, size, kernel, stride, padding, dilation in (
+            (20, (5, 9, 24), 3, 1, 1, 1),
+            (20, (6, 9, 19), 5, 2, 2, 1),
+            (9, (4, 8, 16), 7, 1, 3, 1),
+            (24, (19, 24), 3, 1, 1, 1),
+            (24, (19, 23), 5, 2, 2, 1),
+            (40, (7, 7), 7, 1, 3, 1),
+        ):
+            rank = len(size)
+            x = tensor(2, c, *size, dtype=dtype, channels_last=last)
+            weight, bias = tensor(c, 1, *[kernel] * rank, dtype=dtype), tensor(c, dtype=dtype)
+            geometry = [stride] * rank, [padding] * rank, [dilation] * rank
+            op = ops.conv2d if rank == 2 else ops.conv3d
+            call = lambda x, w, b, op=op, geometry=geometry, c=c: op(x, w, b, *geometry, c, backend="kgopt")  # noqa: E731
+            name = f"depthwise {c} channels {size} {kernel} {dtype} {format_name(last)}"
+            run(name, x, weight, bias, backward=False, call=call)
+            out = [(s + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 for s in size]
+            dy = tensor(2, c, *out, dtype=dtype, channels_last=last)
+            run_gradients(name, dy, x, weight, (*geometry, [0] * rank, c, False), (True, True, False))
+
+
 def gradients_in_channels_last(dtype: torch.dtype) -> None:
     for name, c_in, c_out, size, kernel, transposed in (
         ("", 32, 40, (5, 9, 37), (3, 3, 3), False),
@@ -343,6 +367,7 @@ def between_cases() -> None:
             run(f"upsample_linear {label}", x, larger, backward=False, call=ops.upsample_linear)
             run(f"upsample_linear_backward {label}", larger, backward=False, call=ops.upsample_linear_backward)
             run(f"upsample_nearest {label}", x, call=lambda x, f=[2] * rank: ops.upsample_nearest(x, f))
+            run(f"in_format {label}", x, call=lambda x, f=not last: ops.in_format(x, f))
             pads = [1, 1] * (rank - 1) + [2, 0]
             run(f"pad_replicate {label}", x, backward=False, call=lambda x, p=pads: ops.pad_replicate(x, p))
             for window in (([2] * rank, [2] * rank, [0] * rank), ([3] * rank, [2] * rank, [1] * rank)):
@@ -510,6 +535,7 @@ SECTIONS = {
         between_cases,
         conv_cases,
         conv_gradient_cases,
+        depthwise_cases,
         fused_convolution_cases,
         norm_lse_cases,
         pipeline_cases,

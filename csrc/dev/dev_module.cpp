@@ -133,6 +133,7 @@ void bind_conv(py::module_& m) {
       .value("transposed_norm", ConvPath::kTransposedNorm)
       .value("chain", ConvPath::kChain)
       .value("head", ConvPath::kHead)
+      .value("depthwise", ConvPath::kDepthwise)
       .value("direct", ConvPath::kDirect)
       .value("aten", ConvPath::kAten);
 
@@ -523,6 +524,78 @@ void bind_conv(py::module_& m) {
       .def_readonly("blocks", &HeadGradientPlan::blocks)
       .def_readonly("partial_floats", &HeadGradientPlan::partial_floats);
 
+  py::class_<DepthwiseTile>(m, "DepthwiseTile", "Fields as in conv3d/depthwise/params.h.")
+      .def_readonly("rows", &DepthwiseTile::rows)
+      .def_readonly("span", &DepthwiseTile::span)
+      .def_readonly("slack", &DepthwiseTile::slack)
+      .def_readonly("step", &DepthwiseTile::step)
+      .def_readonly("pitch", &DepthwiseTile::pitch)
+      .def_readonly("plane", &DepthwiseTile::plane)
+      .def_readonly("planes", &DepthwiseTile::planes)
+      .def_readonly("all_rows", &DepthwiseTile::all_rows)
+      .def_property_readonly(
+          "divisors",
+          [](const DepthwiseTile& t) {
+            std::vector<std::tuple<uint32_t, uint32_t>> all;
+            for (const auto& by : {t.by_rows, t.by_all_rows, t.by_span, t.by_planes}) {
+              all.push_back({by.divisor, by.factor});
+            }
+            return all;
+          },
+          "(divisor, factor) of rows, all rows, span and planes.");
+  py::enum_<DepthwiseMode>(m, "DepthwiseMode")
+      .value("gather1", DepthwiseMode::kGather1)
+      .value("gather2", DepthwiseMode::kGather2)
+      .value("scatter2", DepthwiseMode::kScatter2);
+  py::class_<DepthwisePlan>(m, "DepthwisePlan", "Fields as in conv3d/depthwise/params.h.")
+      .def_property_readonly(
+          "refusal", [](const DepthwisePlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("mode", &DepthwisePlan::mode)
+      .def_readonly("kernel", &DepthwisePlan::kernel)
+      .def_readonly("volume", &DepthwisePlan::volume)
+      .def_readonly("lanes", &DepthwisePlan::lanes)
+      .def_readonly("direct", &DepthwisePlan::direct)
+      .def_readonly("threads", &DepthwisePlan::threads)
+      .def_readonly("rows", &DepthwisePlan::rows)
+      .def_readonly("groups", &DepthwisePlan::groups)
+      .def_readonly("segments", &DepthwisePlan::segments)
+      .def_readonly("segment", &DepthwisePlan::segment)
+      .def_property_readonly("tiles", [](const DepthwisePlan& p) { return copied(p.tiles); })
+      .def_readonly("channel_blocks", &DepthwisePlan::channel_blocks)
+      .def_readonly("blocks", &DepthwisePlan::blocks)
+      .def_readonly("input", &DepthwisePlan::in)
+      .def_readonly("output", &DepthwisePlan::out)
+      .def_readonly("weight_plane", &DepthwisePlan::weight_plane)
+      .def_readonly("smem_weights", &DepthwisePlan::smem_weights)
+      .def_readonly("smem_out", &DepthwisePlan::smem_out)
+      .def_readonly("smem_bytes", &DepthwisePlan::smem_bytes)
+      .def_readonly("microseconds", &DepthwisePlan::microseconds);
+  py::class_<DepthwiseWgradPlan>(m, "DepthwiseWgradPlan", "Fields as in conv3d/depthwise/params.h.")
+      .def_property_readonly(
+          "refusal",
+          [](const DepthwiseWgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_readonly("kernel", &DepthwiseWgradPlan::kernel)
+      .def_readonly("stride", &DepthwiseWgradPlan::stride)
+      .def_readonly("lanes", &DepthwiseWgradPlan::lanes)
+      .def_readonly("threads", &DepthwiseWgradPlan::threads)
+      .def_readonly("rows", &DepthwiseWgradPlan::rows)
+      .def_readonly("groups", &DepthwiseWgradPlan::groups)
+      .def_property_readonly("tiles", [](const DepthwiseWgradPlan& p) { return copied(p.tiles); })
+      .def_readonly("channel_blocks", &DepthwiseWgradPlan::channel_blocks)
+      .def_readonly("depth", &DepthwiseWgradPlan::depth)
+      .def_readonly("taps", &DepthwiseWgradPlan::taps)
+      .def_readonly("segments", &DepthwiseWgradPlan::segments)
+      .def_readonly("segment", &DepthwiseWgradPlan::segment)
+      .def_readonly("items", &DepthwiseWgradPlan::items)
+      .def_readonly("splits", &DepthwiseWgradPlan::splits)
+      .def_readonly("moved", &DepthwiseWgradPlan::moved)
+      .def_readonly("still", &DepthwiseWgradPlan::still)
+      .def_readonly("smem_still", &DepthwiseWgradPlan::smem_still)
+      .def_readonly("smem_bytes", &DepthwiseWgradPlan::smem_bytes)
+      .def_readonly("weights", &DepthwiseWgradPlan::weights)
+      .def_readonly("partial_floats", &DepthwiseWgradPlan::partial_floats)
+      .def_readonly("microseconds", &DepthwiseWgradPlan::microseconds);
+
   py::class_<FewDgradPlan>(m, "FewDgradPlan", "Fields as in conv3d/gradients/few_dgrad/params.h.")
       .def_property_readonly(
           "refusal", [](const FewDgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
@@ -649,6 +722,25 @@ void bind_conv(py::module_& m) {
   m.def("plan_made_gradients", &plan_made_gradients, py::arg("problem"), py::arg("limits"), py::arg("with_dx"),
         py::arg("most_samples"));
   m.def("plan_head_gradient", &plan_head_gradient, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.attr("DEPTHWISE_LANES") = kDepthwiseLanes;
+  m.attr("DEPTHWISE_THREADS") = kDepthwiseThreads;
+  m.attr("DEPTHWISE_WGRAD_CHAIN") = depthwise_detail::kWgradChain;
+  m.def("plan_depthwise", &plan_depthwise, py::arg("problem"), py::arg("limits") = DeviceLimits{},
+        py::arg("of_dx") = false);
+  m.def("plan_depthwise_wgrad", &plan_depthwise_wgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});
+  m.def(
+      "depthwise_cells",
+      [](const ConvProblem& problem, int dim, bool of_dx) {
+        const DepthwiseCells cells = depthwise_cells(depthwise_pass(problem, of_dx), dim);
+        return std::make_tuple(cells.cells, cells.lead, cells.skew);
+      },
+      py::arg("problem"), py::arg("dim"), py::arg("of_dx") = false, "(cells, lead, skew) of a dim.");
+  m.def("depthwise_taps", &depthwise_taps, py::arg("mode"), py::arg("kernel"));
+  m.def("depthwise_tap", &depthwise_tap, py::arg("mode"), py::arg("kernel"), py::arg("at"), py::arg("up"));
+  m.def("depthwise_cell_rows", &depthwise_cell_rows, py::arg("mode"), py::arg("volume"));
+  m.def("depthwise_cell_columns", &depthwise_cell_columns, py::arg("mode"), py::arg("kernel"), py::arg("volume"));
+  m.def("depthwise_wgrad_columns", &depthwise_wgrad_columns, py::arg("kernel"), py::arg("stride"), py::arg("taps"));
+  m.def("depthwise_wgrad_first_tap", &depthwise_wgrad_first_tap, py::arg("block"), py::arg("stride"), py::arg("taps"));
   m.def("choose_conv_gradients", &choose_conv_gradients, py::arg("problem"), py::arg("limits") = DeviceLimits{},
         py::arg("backend") = ConvBackend::kAuto, py::arg("copies") = false);
   m.def("plan_split_wgrad", &plan_split_wgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});

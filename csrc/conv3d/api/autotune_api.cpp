@@ -27,6 +27,7 @@ constexpr struct {
               {"tap_columns", ConvPath::kTapColumns},
               {"position_rows", ConvPath::kPositionRows},
               {"few_channels", ConvPath::kFewChannels},
+              {"depthwise", ConvPath::kDepthwise},
               // As files of the first versions have them.
               {"hopper", ConvPath::kTapColumns},
               {"rows", ConvPath::kPositionRows},

@@ -10,6 +10,7 @@
 #include "conv3d/api/checks.h"
 #include "conv3d/choice/choice.h"
 #include "conv3d/choice/gradients.h"
+#include "conv3d/depthwise/start.h"
 #include "conv3d/operands.h"
 #include "conv3d/wgmma/position_rows/params.h"
 #include "groupnorm/groupnorm.h"
@@ -206,6 +207,33 @@ void set_output(Params* p, const Tensor& y, int rank) {
 inline Tensor allocate_output(const ConvArgs& a, const ConvShape& shape) {
   return empty_like_shape(a.x, shape.out_sizes, std::nullopt,
                           shape.out_channels_last ? channels_last_format(a.rank + 2) : MemoryFormat::Contiguous);
+}
+
+// A depthwise convolution's tensors. `t` may be written where it is a result.
+inline DepthwiseTensor depthwise_tensor(const Tensor& t, int rank) {
+  DepthwiseTensor of;
+  of.data = const_cast<void*>(t.const_data_ptr());
+  of.stride_n = t.stride(0);
+  of.stride_c = t.stride(1);
+  spatial_strides(t, rank, of.stride);
+  return of;
+}
+inline DepthwiseWeight depthwise_weight(const char* op, const Tensor& w, const ConvShape& shape) {
+  DepthwiseWeight of;
+  of.data = const_cast<void*>(w.const_data_ptr());
+  of.stride_c = w.stride(0);
+  spatial_strides(w, shape.rank, of.stride_k);
+  of.dtype = check_dtype(op, "weight", w);
+  return of;
+}
+
+// As the kernels of depthwise convolutions read it well: neighbours in memory are neighbours of the problem's innermost
+// dim.
+inline Tensor depthwise_readable(const Tensor& t, const ConvShape& shape) {
+  const int innermost = shape.out_channels_last ? 1 : shape.rank + 1;
+  if ((t.stride(innermost) == 1 || t.size(innermost) == 1) && depthwise_reads(depthwise_tensor(t, shape.rank)))
+    return t;
+  return dense_in(t, shape.out_channels_last ? channels_last_format(shape.rank + 2) : MemoryFormat::Contiguous);
 }
 
 // What a caller wants of a convolution's output beside the convolution: act((output + bias + residual) * scale).

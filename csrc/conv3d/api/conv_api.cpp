@@ -95,6 +95,17 @@ Tensor conv_few_channels(const ConvArgs& a, const ConvShape& shape, const FewCha
   return y;
 }
 
+Tensor conv_depthwise(const ConvArgs& a, const ConvShape& shape, const DepthwisePlan& plan) {
+  const Tensor x = depthwise_readable(a.x, shape);
+  const Tensor bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
+  const Tensor y = allocate_output(a, shape);
+  const DepthwiseParams p = depthwise_params(
+      problem_of(a, shape, ConvEpilogue::kStore), /*of_dx=*/false, plan, depthwise_tensor(x, a.rank),
+      depthwise_tensor(y, a.rank), depthwise_weight(a.op, a.weight, shape), a.bias ? bias.const_data_ptr() : nullptr);
+  raise_on_error(a.op, run_conv_depthwise(p, stream_of(a.x)));
+  return y;
+}
+
 Tensor conv_direct(const ConvArgs& a, const ConvShape& shape) {
   Tensor y = allocate_output(a, shape);
   const CallOperands operands(a, shape);
@@ -158,7 +169,9 @@ Tensor launch(const ConvArgs& a, const ConvShape& shape, const Choice& choice, c
   const ConvPath path = choice.path();
   if (path == ConvPath::kTapColumns) return conv_tap_columns(a, shape, choice.as<TapColumnsPlan>(), tail);
   if (path == ConvPath::kPositionRows) return conv_position_rows(a, shape, choice.as<PositionRowsPlan>(), tail);
-  if (a.weight.scalar_type() != a.x.scalar_type()) {  // the two above round it while they pack it
+  if (path == ConvPath::kDepthwise) return conv_depthwise(a, shape, choice.as<DepthwisePlan>());
+  if (a.weight.scalar_type() !=
+      a.x.scalar_type()) {  // the first two round it while they pack it, the last one reads it
     const Tensor weight = as_type_of(a.weight, a.x);
     const OptTensor bias = a.bias ? OptTensor(as_type_of(*a.bias, a.x)) : std::nullopt;
     return launch({a.op, a.x, weight, bias, a.stride, a.padding, a.dilation, a.output_padding, a.groups, a.transposed,
@@ -194,7 +207,8 @@ Forward choose_forward(const ConvArgs& a, const ConvShape& shape, ConvTailKind t
   if (shape.is_empty()) return {ask(ConvBackend::kAten), "a tensor has no elements"};
   Forward to{ask(backend)};
   if (to.choice->cannot) return to;
-  if (autotune_is_on() && backend == ConvBackend::kAuto && !ask(ConvBackend::kImplicitGemm)->cannot) {
+  const bool depthwise = ask(ConvBackend::kKgopt)->path() == ConvPath::kDepthwise;
+  if (autotune_is_on() && backend == ConvBackend::kAuto && (depthwise || !ask(ConvBackend::kImplicitGemm)->cannot)) {
     std::optional<ConvPath> tuned;
     if (measures) {
       std::vector<ConvPath> paths;
@@ -202,6 +216,7 @@ Forward choose_forward(const ConvArgs& a, const ConvShape& shape, ConvTailKind t
         const ChoicePtr able = remembered_choice(problem, limits, one);
         if (!able->cannot) paths.push_back(able->path());
       }
+      if (depthwise) paths.push_back(ConvPath::kDepthwise);
       auto run = [&](ConvPath one) {
         launch(a, shape, *remembered_choice(problem, limits, backend_of(one)), ConvTail());
       };

@@ -270,6 +270,32 @@ Tensor conv_head_wgrad(const char* op, const Tensor& dy, const Tensor& x, const 
   return dweight;
 }
 
+Tensor conv_depthwise_dgrad(const char* op, const Tensor& given, const Tensor& x, const Tensor& weight,
+                            const ConvProblem& problem, const ConvShape& shape, const DepthwisePlan& plan) {
+  const Tensor dy = depthwise_readable(given, shape);
+  const MemoryFormat format = shape.out_channels_last ? channels_last_format(shape.rank + 2) : MemoryFormat::Contiguous;
+  const Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format);
+  const DepthwiseParams p =
+      depthwise_params(problem, /*of_dx=*/true, plan, depthwise_tensor(dy, shape.rank),
+                       depthwise_tensor(dx, shape.rank), depthwise_weight(op, weight, shape), nullptr);
+  raise_on_error(op, run_conv_depthwise(p, stream_of(x)));
+  return dense_in(dx, memory_format_of(x));
+}
+
+Tensor conv_depthwise_wgrad(const char* op, const Tensor& given_dy, const Tensor& given_x, const Tensor& weight,
+                            const ConvProblem& problem, const ConvShape& shape, const DepthwiseWgradPlan& plan) {
+  const Tensor dy = depthwise_readable(given_dy, shape), x = depthwise_readable(given_x, shape);
+  Workspace workspace(x);
+  const int64_t partials = workspace.reserve(plan.partial_floats * 4);
+  workspace.allocate();
+  const Tensor dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
+  const DepthwiseWgradParams p =
+      depthwise_wgrad_params(problem, plan, depthwise_tensor(x, shape.rank), depthwise_tensor(dy, shape.rank),
+                             depthwise_weight(op, dweight, shape), workspace.at<float>(partials));
+  raise_on_error(op, run_conv_depthwise_wgrad(p, stream_of(x)));
+  return dweight;
+}
+
 // Sums of dy, which has channels innermost; none where the kernel does not take it.
 std::optional<Tensor> conv_bias_gradient(const char* op, const Tensor& dy, const ConvShape& shape) {
   ChannelSumsParams p;
@@ -389,6 +415,10 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
     using Dx = decltype(ConvGradientsChoice::dx);
     using Dweight = decltype(ConvGradientsChoice::dweight);
     auto make_dx = [&](const Dx& plan) {
+      if (const auto* depthwise = std::get_if<DepthwisePlan>(&plan)) {
+        return conv_depthwise_dgrad(op, dy, x, weight, problem_of(args, shape, ConvEpilogue::kStore), shape,
+                                    *depthwise);
+      }
       if (const auto* few = std::get_if<FewDgradPlan>(&plan)) {
         return conv_few_dgrad(op, planar(dy), x, weight, shape, *few);
       }
@@ -405,6 +435,10 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
       return conv_tap_columns(adjoint, adjoint_shape, std::get<TapColumnsPlan>(plan));
     };
     auto make_dweight = [&](const Dweight& plan, bool wants_bias) -> std::pair<Tensor, std::optional<Tensor>> {
+      if (const auto* depthwise = std::get_if<DepthwiseWgradPlan>(&plan)) {
+        const ConvProblem problem = problem_of(args, shape, ConvEpilogue::kStore);
+        return {conv_depthwise_wgrad(op, dy, x, weight, problem, shape, *depthwise), std::nullopt};
+      }
       if (const auto* few = std::get_if<FewWgradPlan>(&plan)) {
         return conv_few_wgrad(op, planar(dy), planar(x), weight, shape, *few, wants_bias);
       }
@@ -441,6 +475,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
         if (!all->dx_position_rows.refusal) able.push_back({ConvPath::kPositionRows, all->dx_position_rows});
         if (!all->dx_few.refusal) able.push_back({ConvPath::kFewChannels, all->dx_few});
         if (!all->head.refusal) able.push_back({ConvPath::kHead, all->head});
+        if (!all->dx_depthwise.refusal) able.push_back({ConvPath::kDepthwise, all->dx_depthwise});
         auto run = [&](const Dx& plan) { std::holds_alternative<AtenPlan>(plan) ? by_aten(0) : void(make_dx(plan)); };
         dx_plan = tuned_gradient(args, shape, ConvTuned::kInputGradient, dx_plan, able, run);
       }
@@ -449,6 +484,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
         if (!all->dweight.refusal) able.push_back({ConvPath::kTapColumns, all->dweight});
         if (!all->dweight_few.refusal) able.push_back({ConvPath::kFewChannels, all->dweight_few});
         if (!all->head.refusal) able.push_back({ConvPath::kHead, all->head});
+        if (!all->dweight_depthwise.refusal) able.push_back({ConvPath::kDepthwise, all->dweight_depthwise});
         auto run = [&](const Dweight& plan) {
           std::holds_alternative<AtenPlan>(plan) ? by_aten(1) : void(make_dweight(plan, false));
         };
@@ -459,8 +495,15 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
     const bool few[2] = {mask[0] && std::holds_alternative<FewDgradPlan>(dx_plan),
                          mask[1] && std::holds_alternative<FewWgradPlan>(dweight_plan)};
     const bool split = mask[1] && std::holds_alternative<SplitWgradPlan>(dweight_plan);
-    const bool own[2] = {mask[0] && !few[0] && !std::holds_alternative<AtenPlan>(dx_plan),
-                         mask[1] && !few[1] && !split && !std::holds_alternative<AtenPlan>(dweight_plan)};
+    // Kernels that read both formats: dy as it lies.
+    const bool depthwise[2] = {mask[0] && std::holds_alternative<DepthwisePlan>(dx_plan),
+                               mask[1] && std::holds_alternative<DepthwiseWgradPlan>(dweight_plan)};
+    if (depthwise[0] || depthwise[1]) dy = depthwise_readable(dy, shape);
+    if (depthwise[0]) dx = make_dx(dx_plan);
+    if (depthwise[1]) dweight = make_dweight(dweight_plan, false).first;
+    const bool own[2] = {
+        mask[0] && !few[0] && !depthwise[0] && !std::holds_alternative<AtenPlan>(dx_plan),
+        mask[1] && !few[1] && !split && !depthwise[1] && !std::holds_alternative<AtenPlan>(dweight_plan)};
     if (split) dweight = make_dweight(dweight_plan, false).first;
     if (few[0] || few[1]) dy = planar(dy);
     if (few[0]) dx = make_dx(dx_plan);

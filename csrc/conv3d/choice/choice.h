@@ -13,6 +13,7 @@
 
 #include "conv3d/choice/few_channels.h"
 #include "conv3d/choice/measured.h"
+#include "conv3d/depthwise/cost.h"
 #include "conv3d/few_channels/autocorrelation/plan.h"
 #include "conv3d/few_channels/plan.h"
 #include "conv3d/implicit_gemm/plan.h"
@@ -42,6 +43,7 @@ using AnyConvPlan = std::variant<ImplicitGemmPlan,    // implicit_gemm/
                                  TransposedNormPlan,  // wgmma/transposed_norm/
                                  ChainPlan,           // small_chain/
                                  HeadPlan,            // norm_conv/
+                                 DepthwisePlan,       // depthwise/
                                  DirectPlan,          // direct/
                                  AtenPlan>;
 enum class ConvPath {  // in the order of the plans
@@ -52,6 +54,7 @@ enum class ConvPath {  // in the order of the plans
   kTransposedNorm,
   kChain,
   kHead,
+  kDepthwise,
   kDirect,
   kAten
 };
@@ -65,6 +68,7 @@ inline const char* conv_path_name(ConvPath path) {
     case ConvPath::kTransposedNorm: return "convolution and norm in one launch on wgmma";
     case ConvPath::kChain: return "a small chain in one launch";
     case ConvPath::kHead: return "kernel of 1 x 1 convolutions to a few channels";
+    case ConvPath::kDepthwise: return "depthwise";
     case ConvPath::kDirect: return "direct";
     default: return "cuDNN";
   }
@@ -222,9 +226,25 @@ inline Choice choose_stored(const ConvProblem& problem, const DeviceLimits& limi
     choice.reason = "transposed, of one value a sample, whose layout cuDNN's plans cannot tell";
     return choice;
   }
+  const bool named = backend != ConvBackend::kAuto && backend != ConvBackend::kKgopt;
+  if (!named && is_depthwise(problem)) {
+    const DepthwisePlan depthwise = plan_depthwise(problem, limits);
+    const auto times = [&] { return depthwise_times(problem, DepthwiseWork::kForward, depthwise.microseconds); };
+    if (!depthwise.refusal && backend == ConvBackend::kKgopt) {
+      choice.plan = depthwise;
+      choice.reason = "backend=\"kgopt\" was asked for; a depthwise convolution: " + times();
+      return choice;
+    }
+    if (!depthwise.refusal) {
+      const char* loses = depthwise_loses(problem, DepthwiseWork::kForward, depthwise.microseconds);
+      if (padded_aten_microseconds(problem) > depthwise.microseconds) loses = nullptr;
+      if (!loses) choice.plan = depthwise;
+      choice.reason = std::string(loses ? loses : "a depthwise convolution") + ": " + times();
+      return choice;
+    }
+  }
   StoringPlans plans;
   plans.implicit_gemm = plan_implicit_gemm(problem, limits);
-  const bool named = backend != ConvBackend::kAuto && backend != ConvBackend::kKgopt;
   if (const char* refusal = plans.implicit_gemm.refusal) {  // a problem that no kernel of tensor cores takes
     choice.reason = refusal;
     if (backend == ConvBackend::kKgopt) choice.plan = DirectPlan();

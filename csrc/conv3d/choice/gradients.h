@@ -25,6 +25,8 @@ struct ConvGradientPlans {
   SplitWgradPlan dweight_split;
   FewWgradPlan dweight_few;
   HeadGradientPlan head;  // of both
+  DepthwisePlan dx_depthwise;
+  DepthwiseWgradPlan dweight_depthwise;
 };
 
 // channels_innermost of the problem says that x and dy both are.
@@ -36,6 +38,8 @@ inline ConvGradientPlans plan_conv_gradients(const ConvProblem& problem, const D
   plans.dweight = plan_wgrad(problem, limits);
   plans.dweight_split = plan_split_wgrad(problem, limits);
   plans.head = plan_head_gradient(problem, limits);
+  plans.dx_depthwise = plan_depthwise(problem, limits, /*of_dx=*/true);
+  plans.dweight_depthwise = plan_depthwise_wgrad(problem, limits);
   if (problem.planar) {
     plans.dx_few = plan_few_dgrad(problem, limits);
     plans.dweight_few = plan_few_wgrad(problem, limits);
@@ -47,8 +51,10 @@ inline ConvGradientPlans plan_conv_gradients(const ConvProblem& problem, const D
 
 // ATen makes a gradient that has no other plan, because of why_aten.
 struct ConvGradientsChoice {
-  std::variant<TapColumnsPlan, PositionRowsPlan, FewDgradPlan, HeadGradientPlan, AtenPlan> dx = AtenPlan();
-  std::variant<WgradPlan, SplitWgradPlan, FewWgradPlan, HeadGradientPlan, AtenPlan> dweight = AtenPlan();
+  std::variant<TapColumnsPlan, PositionRowsPlan, FewDgradPlan, HeadGradientPlan, DepthwisePlan, AtenPlan> dx =
+      AtenPlan();
+  std::variant<WgradPlan, SplitWgradPlan, FewWgradPlan, HeadGradientPlan, DepthwiseWgradPlan, AtenPlan> dweight =
+      AtenPlan();
   const char* why_aten_dx = nullptr;
   const char* why_aten_dweight = nullptr;
 
@@ -130,12 +136,30 @@ inline const char* few_gradient_loses(const ConvProblem& q, double cycles, doubl
   return 5 + cycles / kCyclesPerMicrosecond < cudnn ? nullptr : "cuDNN is predicted to be faster";
 }
 
+// Of a depthwise convolution, whose kernels read both formats.
+inline void choose_depthwise_gradients(const ConvProblem& q, const DeviceLimits& limits, bool always,
+                                       ConvGradientsChoice* choice) {
+  const DepthwisePlan dx = plan_depthwise(q, limits, /*of_dx=*/true);
+  const DepthwiseWgradPlan dweight = plan_depthwise_wgrad(q, limits);
+  const auto why_not = [&](const char* refusal, DepthwiseWork work, double microseconds) {
+    return refusal || always ? refusal : depthwise_loses(q, work, microseconds);
+  };
+  choice->why_aten_dx = why_not(dx.refusal, DepthwiseWork::kInputGradient, dx.microseconds);
+  choice->why_aten_dweight = why_not(dweight.refusal, DepthwiseWork::kWeightGradient, dweight.microseconds);
+  if (!choice->why_aten_dx) choice->dx = dx;
+  if (!choice->why_aten_dweight) choice->dweight = dweight;
+}
+
 // `copies`: both x and dy would have to be copied to channels_last first.
 inline ConvGradientsChoice choose_conv_gradients(const ConvProblem& problem, const DeviceLimits& limits,
                                                  ConvBackend backend, bool copies = false) {
   ConvGradientsChoice choice;
   if (backend == ConvBackend::kAten) {
     choice.why_aten_dx = choice.why_aten_dweight = "backend=\"aten\" was asked for";
+    return choice;
+  }
+  if (is_depthwise(problem) && problem.dtype != Dtype::kFloat64) {
+    choose_depthwise_gradients(problem, limits, backend == ConvBackend::kKgopt, &choice);
     return choice;
   }
   const ConvGradientPlans plans = plan_conv_gradients(problem, limits);

@@ -261,6 +261,7 @@ def _conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | No
         return None
     limit = NARROW_LAST if is_dense_channels_last(x) else NARROW
     narrow = min(weight.shape[0], weight.shape[1] * groups) <= limit and x.is_cuda
+    depthwise = x.is_cuda and 1 < groups == x.shape[1] and x.dtype is not torch.float64
     # One kernel reads x once for a few output channels.
     ones, zeros = (1,) * rank, (0,) * rank
     head = x.is_cuda and is_dense_channels_last(x) and (stride, groups) == (ones, 1) and not transposed
@@ -272,7 +273,7 @@ def _conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | No
     wide = wide and weight.shape[0] >= WIDE and math.prod(weight.shape[1:]) >= WIDE_COLUMNS
     options = (
         *(("bias",) if bias is not None else ()),
-        *(("own",) if narrow else ()),
+        *(("own",) if narrow or depthwise else ()),
         *(("pointwise",) if pointwise else ()),
         *(("few",) if few else ()),
         *(("scaled",) if wide else ()),

@@ -1,0 +1,53 @@
+// Where depthwise kernels meet PyTorch's: its own for contiguous tensors and volumes, cuDNN's for channels_last images.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "conv3d/depthwise/plan.h"
+
+namespace kgopt {
+
+enum class DepthwiseWork { kForward, kInputGradient, kWeightGradient };
+
+// Of PyTorch's time: what ours must be predicted to stay below, since both are predictions.
+inline constexpr double kDepthwiseMargin = 0.8;
+
+// PyTorch's microseconds, as fitted to two dozen convolutions on an H200 and never above them by much. Gradients of
+// volumes take up to a hundred times as long as this says.
+inline double aten_depthwise_microseconds(const ConvProblem& q, DepthwiseWork work) {
+  double in = double(q.n) * q.c_in, out = double(q.n) * q.c_out, taps = 1;
+  for (int i = 0; i < 3; ++i) {
+    in *= double(q.in[i]);
+    out *= double(q.out[i]);
+    taps *= double(q.kernel[i]);
+  }
+  const double products = 1e-6 * taps * (q.transposed ? in : out);  // millions
+  const double results = 1e-6 * (work == DepthwiseWork::kInputGradient ? in : out);
+  const double memory = (in + out) * dtype_size(q.dtype) / depthwise_detail::kBytesPerMicrosecond;
+  const bool volume = q.in[0] > 1 || q.out[0] > 1 || q.kernel[0] > 1, half = q.dtype != Dtype::kFloat32;
+  const bool of_x = work == DepthwiseWork::kInputGradient, of_weight = work == DepthwiseWork::kWeightGradient;
+  if (volume || q.transposed) {
+    const double us = q.planar ? std::max(13 * results, 0.65 * products) : (half ? 22 : 18) * results + 0.9 * products;
+    return 4 + std::max(us, memory) * (of_weight ? 2 : 1);
+  }
+  // Images: ATen's own kernels of contiguous tensors, cuDNN's of channels_last.
+  if (q.planar) return 4 + std::max(1.5 * memory, 0.62 * products + 4.5 * results) * (of_weight ? 1.6 : 1);
+  if (half) return 4 + std::max(1.1 * memory, 0.16 * products) * (of_x ? 2 : of_weight ? 1.2 : 1);
+  return 4 + std::max(memory, 0.33 * products) * (of_weight ? 1.6 : 1);
+}
+
+// Why PyTorch's kernel is to be taken, null where ours is.
+inline const char* depthwise_loses(const ConvProblem& q, DepthwiseWork work, double microseconds) {
+  return microseconds < kDepthwiseMargin * aten_depthwise_microseconds(q, work)
+             ? nullptr
+             : "a depthwise convolution of a shape that PyTorch's kernels are predicted to be good at";
+}
+
+// Both times, in words.
+inline std::string depthwise_times(const ConvProblem& q, DepthwiseWork work, double microseconds) {
+  return "about " + std::to_string(std::lround(microseconds)) + " us, PyTorch's: about " +
+         std::to_string(std::lround(aten_depthwise_microseconds(q, work))) + " us";
+}
+
+}  // namespace kgopt
