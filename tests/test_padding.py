@@ -442,7 +442,7 @@ def test_on_a_gpu(form, channels_last, dtype):
     model = build(form).cuda()
     given = copy.deepcopy(model).to(dtype)
     if channels_last:
-        given = given.to(memory_format=torch.channels_last_3d if form is not Image else torch.channels_last)
+        given = given.to(memory_format=torch.channels_last if issubclass(form, Image) else torch.channels_last_3d)
     x, cache = (draw(1, 4, n, 96, 80, channels_last=channels_last, dtype=dtype).cuda() for n in (4, 2))
     measured = kgopt.optimize(copy.deepcopy(given), (x, cache), channels_last=False, cuda_graph=False)
     for fast, frames, front in itertools.product((optimized(given), measured), (1, 4), (None, cache)):
