@@ -301,10 +301,10 @@ struct DepthwiseKernel {
                                                const float* from) {
     constexpr int kAlternate = kRows * kUp;
     const DepthwiseTile& tile = p.plan.out;
-    const int size = p.dtype == Dtype::kFloat32 ? 4 : 2, log2 = !p.y_vectors ? 0 : size == 4 ? 2 : 3;
+    const int log2 = p.y_log2;
     const int begin = b.tile[1] * p.plan.groups * kColumns * kUp - p.skew[2];
     const int row0 = b.tile[0] * p.plan.rows * kRows * kUp - p.skew[1];
-    const int group_log2 = size == 4 ? 3 : 2;
+    const int group_log2 = kDepthwiseRun - log2;
     const int first = begin >> log2, pieces = ((begin + tile.span - 1) >> log2) - first + 1;
     const int items =
         log2 == 0 ? tile.all_rows * tile.span : (((pieces - 1) >> group_log2) + 1) * tile.all_rows << group_log2;
@@ -335,16 +335,16 @@ struct DepthwiseKernel {
                                                      int most, int log2, const float* values) {
     const int count = 1 << log2;
     if (log2 > 0 && w >= least && w + count <= most) {
+      const int size = p.dtype == Dtype::kFloat32 ? 4 : 2;
       float v[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[i] = i < count ? values[i] : 0.f;
-      char* const to = static_cast<char*>(p.y) + (offset + w) * (p.dtype == Dtype::kFloat32 ? 4 : 2);
-      if (p.dtype == Dtype::kFloat32) {
-        *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
-      } else if (p.dtype == Dtype::kBFloat16) {
-        store_vec(reinterpret_cast<__nv_bfloat16*>(to), pack<__nv_bfloat16, 8>(v));
-      } else {
-        store_vec(reinterpret_cast<__half*>(to), pack<__half, 8>(v));
+      const uint4 raw = pack_words(v, p.dtype);
+      char* const to = static_cast<char*>(p.y) + (offset + w) * size;
+      switch (size << log2) {
+        case 16: *reinterpret_cast<uint4*>(to) = raw; break;
+        case 8: *reinterpret_cast<uint2*>(to) = make_uint2(raw.x, raw.y); break;
+        default: *reinterpret_cast<uint32_t*>(to) = raw.x;
       }
       return;
     }
@@ -369,7 +369,7 @@ struct DepthwiseKernel {
     at.row = b.tile[0] * plan.rows * kRows * kStride - p.lead[1];
     at.column = b.tile[1] * plan.groups * kColumns * kStride - p.lead[2];
     at.depth = b.first * kDepth - p.lead[0];
-    const In in(plan.in, at, p.dtype, p.x_vectors);
+    const In in(plan.in, at, p.dtype, p.x_log2);
 
     const int channel = b.channel + (kLanes > 1 ? t.lane : t.plane);
     float bias = 0.f;

@@ -44,7 +44,9 @@ Status launch_mode(const DepthwiseParams& p, cudaStream_t stream) {
 
 template <int kLanes>
 Status launch_pass(const DepthwiseParams& p, cudaStream_t stream) {
-  if (p.plan.direct && !p.y_vectors) return Status::Invalid(kName, "rows of y are not aligned to 16 bytes");
+  if (p.plan.direct && p.y_log2 < depthwise_whole_log2(p.dtype)) {
+    return Status::Invalid(kName, "rows of y are not aligned to 16 bytes");
+  }
   switch (p.plan.mode) {
     case DepthwiseMode::kGather1: return launch_mode<kLanes, DepthwiseMode::kGather1>(p, stream);
     case DepthwiseMode::kGather2: return launch_mode<kLanes, DepthwiseMode::kGather2>(p, stream);

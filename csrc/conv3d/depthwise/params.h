@@ -67,7 +67,7 @@ struct DepthwiseParams {
   int64_t w_stride_c = 0, w_stride_k[3] = {};
   const void* bias = nullptr;  // dense, of the weight's type, or null
   Dtype dtype = Dtype::kFloat32, weight_dtype = Dtype::kFloat32;
-  bool x_vectors = false, y_vectors = false;  // 16 bytes at once, from every multiple of it on
+  int x_log2 = 0, y_log2 = 0;  // of the elements that are accessed at once, from every multiple of it on
   int64_t n = 0;
   int channels = 0;  // of y
   int in[3] = {1, 1, 1}, out[3] = {1, 1, 1};
@@ -106,7 +106,7 @@ struct DepthwiseWgradParams {
   int64_t dw_stride_c = 0, dw_stride_k[3] = {};
   float* partials = nullptr;
   Dtype dtype = Dtype::kFloat32, dw_dtype = Dtype::kFloat32;
-  bool still_vectors = false, moved_vectors = false;
+  int still_log2 = 0, moved_log2 = 0;
   int64_t n = 0;
   int channels = 0;
   int size[3] = {1, 1, 1}, moved_size[3] = {1, 1, 1};  // of still, of moved
@@ -123,6 +123,8 @@ KGOPT_HD constexpr int depthwise_cell_rows(DepthwiseMode mode, bool volume) {
 KGOPT_HD constexpr int depthwise_cell_columns(DepthwiseMode mode, int kernel, bool volume) {
   return mode == DepthwiseMode::kGather1 ? 8 : mode == DepthwiseMode::kScatter2 && volume && kernel > 3 ? 2 : 4;
 }
+// Of the elements of 16 bytes.
+KGOPT_HD constexpr int depthwise_whole_log2(Dtype dtype) { return dtype == Dtype::kFloat32 ? 2 : 3; }
 KGOPT_HD constexpr int depthwise_up(DepthwiseMode mode) { return mode == DepthwiseMode::kScatter2 ? 2 : 1; }
 KGOPT_HD constexpr int depthwise_stride(DepthwiseMode mode) { return mode == DepthwiseMode::kGather2 ? 2 : 1; }
 // Inputs that a cell reads along a dim.

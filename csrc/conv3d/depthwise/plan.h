@@ -94,14 +94,18 @@ inline int tile_floats(const DepthwiseTile& t, int depth_planes) {
   return (t.plane * t.planes * depth_planes + 3) / 4 * 4;
 }
 
-// Columns beside a tile of rows of `width` elements: pieces of 16 bytes, if the rows are whole ones.
-inline int slack_of(int64_t width, int lanes, int size) {
-  return lanes == 1 && width % (16 / size) == 0 ? 16 / size - 1 : 0;
+// Elements of the pieces that rows of `width` elements are whole ones of, up to 16 bytes.
+inline int piece_of(int64_t width, int size) {
+  int piece = 16 / size;
+  while (width % piece != 0) piece /= 2;
+  return piece;
 }
+// Columns beside a tile of such rows, which pieces reach.
+inline int slack_of(int64_t width, int lanes, int size) { return lanes == 1 ? piece_of(width, size) - 1 : 0; }
 
 // Warp instructions that bring a tile of `rows` rows into shared memory or out of it.
-inline double copy_instructions(int64_t rows, int span, int lanes, int size) {
-  const double vector = 16.0 / size, chunks = double(rows) * (lanes == 1 ? span / vector + 1 : span * lanes / vector);
+inline double copy_instructions(int64_t rows, int span, int lanes, int vector) {
+  const double chunks = double(rows) * (lanes == 1 ? double(span) / vector + 1 : double(span) * lanes / vector);
   return chunks / 32 * (34 + (lanes == 1 ? 2.3 : 1.3) * vector);
 }
 
@@ -189,6 +193,8 @@ inline DepthwisePlan plan_depthwise_pass(const DepthwisePass& s, const DeviceLim
   const double of_thread = fma + window_loads + (kept ? 0 : weight_loads) + moves + 30;
   const double shared = window_loads + (kept ? 0 : lanes == 1 ? weight_loads : weights);
 
+  const int piece_in = piece_of(lanes > 1 ? s.channels : s.in[2], size);
+  const int piece_out = piece_of(lanes > 1 ? s.channels : s.out[2], size);
   const int most_groups = static_cast<int>(std::min<int64_t>((cells_w + cell_columns - 1) / cell_columns, 32));
   const int64_t row_threads = (cells_h + cell_rows - 1) / cell_rows;
   for (int rows = 1; rows <= 32 && rows < row_threads * 2; rows += rows < 8 ? 1 : rows < 16 ? 2 : 4) {
@@ -225,10 +231,10 @@ inline DepthwisePlan plan_depthwise_pass(const DepthwisePass& s, const DeviceLim
       plan.threads = up_to(rows * groups * planes * lanes, 32) * 32;
       plan.channel_blocks = up_to(s.channels, lanes > 1 ? lanes : planes);
       const double warps = plan.threads / 32.0;
-      const double copies = copy_instructions(plan.in.all_rows, plan.in.span, lanes, size) +
+      const double copies = copy_instructions(plan.in.all_rows, plan.in.span, lanes, piece_in) +
                             (lanes > 1     ? plan.out.all_rows * plan.out.span / 2.0 * 2
                              : plan.direct ? plan.out.all_rows * plan.out.span / 256.0 * 24
-                                           : copy_instructions(plan.out.all_rows, plan.out.span, 1, size) +
+                                           : copy_instructions(plan.out.all_rows, plan.out.span, 1, piece_out) +
                                                  plan.out.all_rows * plan.out.span / 32.0);
       const double of_step = std::max((warps * of_thread + copies) / 4, warps * shared + copies / 3) + 40;
       const int resident = resident_blocks(plan.threads, plan.smem_bytes, limits);
@@ -314,6 +320,8 @@ inline DepthwiseWgradPlan plan_depthwise_wgrad(const ConvProblem& q, const Devic
   if (plan.taps > 1) plan.depth = depthwise_wgrad_blocks(k, stride, plan.taps);
   const int columns = depthwise_wgrad_columns(k, stride, plan.taps), window = (columns - 1) * stride + k;
   const double of_thread = (plan.taps * (k * k + 1) + 1) * columns + k * window + 30, shared = k * window + columns;
+  const int piece_moved = piece_of(lanes > 1 ? q.c_out : moved[2], size);
+  const int piece_still = piece_of(lanes > 1 ? q.c_out : still[2], size);
   const int most_groups = static_cast<int>(std::min<int64_t>((still[2] + columns - 1) / columns, 32));
   for (int rows = 1; rows <= 32 && rows < still[1] * 2; rows += rows < 8 ? 1 : rows < 16 ? 2 : 4) {
     if (rows > still[1]) rows = static_cast<int>(still[1]);
@@ -346,8 +354,8 @@ inline DepthwiseWgradPlan plan_depthwise_wgrad(const ConvProblem& q, const Devic
       if (items >= double(kMostBlocks)) continue;
       plan.items = static_cast<int64_t>(items);
       const double warps = plan.threads / 32.0;
-      const double copies = copy_instructions(plan.moved.all_rows, plan.moved.span, lanes, size) +
-                            copy_instructions(plan.still.all_rows, plan.still.span, lanes, size);
+      const double copies = copy_instructions(plan.moved.all_rows, plan.moved.span, lanes, piece_moved) +
+                            copy_instructions(plan.still.all_rows, plan.still.span, lanes, piece_still);
       const double of_item = (plan.segment + plan.taps - 1) *
                              (std::max((warps * of_thread + copies) / 4, warps * shared + copies / 3) + 80);
       const int resident = resident_blocks(plan.threads, plan.smem_bytes, limits);

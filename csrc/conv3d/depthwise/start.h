@@ -17,16 +17,22 @@ struct DepthwiseWeight {
   Dtype dtype = Dtype::kFloat32;
 };
 
-// Whether 16 bytes of the innermost dim can be accessed at once, from every multiple of it on. Strides of a dim of size
-// 1 may be anything.
-inline bool depthwise_vectors(const DepthwiseTensor& t, int64_t n, int64_t channels, const int64_t (&size)[3],
-                              int lanes, Dtype dtype) {
-  const int64_t vector = 16 / dtype_size(dtype);
-  const auto is_step = [&](int64_t of_size, int64_t stride) { return of_size == 1 || stride % vector == 0; };
-  const bool whole = lanes > 1 ? channels % vector == 0 && t.stride_c == 1 && is_step(size[2], t.stride[2])
-                               : size[2] % vector == 0 && t.stride[2] == 1 && is_step(channels, t.stride_c);
-  return whole && is_step(n, t.stride_n) && is_step(size[0], t.stride[0]) && is_step(size[1], t.stride[1]) &&
-         reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+// Elements of the innermost dim, up to 16 bytes, that can be accessed at once from every multiple of them on, as a
+// power of two. Strides of a dim of size 1 may be anything.
+inline int depthwise_log2(const DepthwiseTensor& t, int64_t n, int64_t channels, const int64_t (&size)[3], int lanes,
+                          Dtype dtype) {
+  if ((lanes > 1 ? t.stride_c : t.stride[2]) != 1) return 0;
+  const auto fits = [&](int log2) {
+    const int64_t vector = int64_t(1) << log2;
+    const auto is_step = [&](int64_t of_size, int64_t stride) { return of_size == 1 || stride % vector == 0; };
+    const bool whole = lanes > 1 ? channels % vector == 0 && is_step(size[2], t.stride[2])
+                                 : size[2] % vector == 0 && is_step(channels, t.stride_c);
+    return whole && is_step(n, t.stride_n) && is_step(size[0], t.stride[0]) && is_step(size[1], t.stride[1]) &&
+           reinterpret_cast<uintptr_t>(t.data) % (vector * dtype_size(dtype)) == 0;
+  };
+  int log2 = depthwise_whole_log2(dtype);
+  while (log2 > 0 && !fits(log2)) --log2;
+  return log2;
 }
 
 // Whether kernels can read it as it lies: rows are less than 2^31 bytes apart.
@@ -68,8 +74,8 @@ inline DepthwiseParams depthwise_params(const ConvProblem& q, bool of_dx, const 
     if (s.flipped) first += (s.kernel[i] - 1) * weight.stride_k[i];
   }
   p.weight = static_cast<const char*>(weight.data) + first * dtype_size(weight.dtype);
-  p.x_vectors = depthwise_vectors(x, s.n, s.channels, s.in, plan.lanes, s.dtype);
-  p.y_vectors = depthwise_vectors(y, s.n, s.channels, s.out, plan.lanes, s.dtype);
+  p.x_log2 = depthwise_log2(x, s.n, s.channels, s.in, plan.lanes, s.dtype);
+  p.y_log2 = depthwise_log2(y, s.n, s.channels, s.out, plan.lanes, s.dtype);
   return p;
 }
 
@@ -105,8 +111,8 @@ inline DepthwiseWgradParams depthwise_wgrad_params(const ConvProblem& q, const D
   }
   const auto& of_still = q.transposed ? q.in : q.out;
   const auto& of_moved = q.transposed ? q.out : q.in;
-  p.still_vectors = depthwise_vectors(still, q.n, q.c_out, of_still, plan.lanes, q.dtype);
-  p.moved_vectors = depthwise_vectors(moved, q.n, q.c_out, of_moved, plan.lanes, q.dtype);
+  p.still_log2 = depthwise_log2(still, q.n, q.c_out, of_still, plan.lanes, q.dtype);
+  p.moved_log2 = depthwise_log2(moved, q.n, q.c_out, of_moved, plan.lanes, q.dtype);
   return p;
 }
 

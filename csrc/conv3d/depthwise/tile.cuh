@@ -29,6 +29,23 @@ __device__ __forceinline__ void unpack_words(const uint4& raw, Dtype dtype, floa
   }
 }
 
+// The reverse.
+__device__ __forceinline__ uint4 pack_words(const float (&v)[8], Dtype dtype) {
+  if (dtype == Dtype::kFloat32) {
+    return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+  }
+  uint4 raw;
+  if (dtype == Dtype::kBFloat16) {
+    store_vec(reinterpret_cast<__nv_bfloat16*>(&raw), pack<__nv_bfloat16, 8>(v));
+  } else {
+    store_vec(reinterpret_cast<__half*>(&raw), pack<__half, 8>(v));
+  }
+  return raw;
+}
+
+// Neighbouring threads take 32 neighbouring elements of some rows, a piece of 2^log2 each.
+inline constexpr int kDepthwiseRun = 5;
+
 // Where a tile lies in its tensor.
 struct DepthwisePlace {
   const char* from;             // the first channel of the tile at position 0 of a sample
@@ -38,8 +55,8 @@ struct DepthwisePlace {
   int depth, row, column;       // of the tile's first position, which may lie beyond a border
 };
 
-// 16 bytes, or one element. `from` is where it would lie at depth 0, null beyond a border of height or width; `to` is
-// the place of its first element in the tile, below 0 where the tile does not want it.
+// Up to 16 bytes. `from` is where it would lie at depth 0, null beyond a border of height or width; `to` is the place
+// of its first element in the tile, below 0 where the tile does not want it.
 struct DepthwisePiece {
   const char* from;
   int to, z;  // z: of the tile's planes of the depth
@@ -54,24 +71,23 @@ struct DepthwiseCopy {
   const DepthwisePlace& at;
   const char* from;  // of the tile's first row at depth 0
   Dtype dtype;
-  int size, log2;  // bytes of an element; elements of a piece
+  int size, log2;  // bytes of an element; a piece has 2^log2 elements
   int row_bytes, column_bytes;
   int first, group_log2, items;
 
   __device__ __forceinline__ DepthwiseCopy(const DepthwiseTile& t, const DepthwisePlace& place, Dtype type,
-                                           bool vectors)
-      : tile(t), at(place), dtype(type) {
+                                           int log2_of_piece)
+      : tile(t), at(place), dtype(type), log2(log2_of_piece) {
     size = type == Dtype::kFloat32 ? 4 : 2;
-    log2 = !vectors ? 0 : size == 4 ? 2 : 3;
     row_bytes = static_cast<int>(place.stride[1]) * size;
     column_bytes = static_cast<int>(place.stride[2]) * size;
     from = place.from + int64_t(place.row) * row_bytes;
-    if (kLanes > 1 || !vectors) {
+    if (kLanes > 1 || log2 == 0) {
       first = group_log2 = 0;
       items = (t.all_rows * t.span * kLanes) >> log2;
     } else {
-      // Pieces begin at multiples of their size; neighbouring threads take 64 or 128 bytes of some rows.
-      group_log2 = size == 4 ? 3 : 2;
+      // Pieces begin at multiples of their size.
+      group_log2 = kDepthwiseRun - log2;
       first = place.column >> log2;
       const int pieces = ((place.column + t.span - 1) >> log2) - first + 1;
       items = (((pieces - 1) >> group_log2) + 1) * t.all_rows << group_log2;
@@ -126,12 +142,15 @@ struct DepthwiseCopy {
     uint4 raw = make_uint4(0, 0, 0, 0);
     if (piece.from != nullptr && static_cast<unsigned>(at.depth + piece.z) < static_cast<unsigned>(at.size[0])) {
       const char* const data = piece.from + at.depth * at.stride[0] * size;
-      if (log2 > 0) {
-        raw = *reinterpret_cast<const uint4*>(data);
-      } else if (size == 4) {
-        raw.x = *reinterpret_cast<const uint32_t*>(data);
-      } else {
-        raw.x = *reinterpret_cast<const uint16_t*>(data);
+      switch (size << log2) {
+        case 16: raw = *reinterpret_cast<const uint4*>(data); break;
+        case 8: {
+          const uint2 half = *reinterpret_cast<const uint2*>(data);
+          raw.x = half.x, raw.y = half.y;
+          break;
+        }
+        case 4: raw.x = *reinterpret_cast<const uint32_t*>(data); break;
+        default: raw.x = *reinterpret_cast<const uint16_t*>(data);
       }
     }
     return raw;
@@ -142,18 +161,17 @@ struct DepthwiseCopy {
     float* const to = tile_floats + piece.to;
     float v[8];
     unpack_words(raw, dtype, v);
-    if (log2 == 0) {
-      to[0] = v[0];
-    } else if (kLanes > 1) {
+    if (kLanes > 1 && log2 >= 2) {
       *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
-      if (size == 2) *reinterpret_cast<float4*>(to + 4) = make_float4(v[4], v[5], v[6], v[7]);
-    } else {
+      if (log2 == 3) *reinterpret_cast<float4*>(to + 4) = make_float4(v[4], v[5], v[6], v[7]);
+      return;
+    }
+    to[0] = v[0];
+    if (log2 > 0) to[1] = v[1];
+    if (kLanes == 1 && log2 > 1) to[2] = v[2], to[3] = v[3];
+    if (kLanes == 1 && log2 > 2) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) to[i] = v[i];
-      if (size == 2) {
-#pragma unroll
-        for (int i = 4; i < 8; ++i) to[i] = v[i];
-      }
+      for (int i = 4; i < 8; ++i) to[i] = v[i];
     }
   }
 

@@ -61,8 +61,8 @@ struct DepthwiseWgrad {
       of_moved.column = of_still.column * kStride - p.padding[2];
       of_still.from = static_cast<const char*>(p.still) + (n * p.still_stride_n + channel * p.still_stride_c) * size;
       of_moved.from = static_cast<const char*>(p.moved) + (n * p.moved_stride_n + channel * p.moved_stride_c) * size;
-      const DepthwiseCopy<kLanes, kStride, 1> moved_copy(plan.moved, of_moved, p.dtype, p.moved_vectors);
-      const DepthwiseCopy<kLanes, 1, 1> still_copy(plan.still, of_still, p.dtype, p.still_vectors);
+      const DepthwiseCopy<kLanes, kStride, 1> moved_copy(plan.moved, of_moved, p.dtype, p.moved_log2);
+      const DepthwiseCopy<kLanes, 1, 1> still_copy(plan.still, of_still, p.dtype, p.still_log2);
       // Of the planes of `still` that meet the newest one of `moved`, the newest first.
 #pragma unroll
       for (int i = 0; i < kTaps * kColumns; ++i) y[i / kColumns][i % kColumns] = 0.f;
