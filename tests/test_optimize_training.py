@@ -48,7 +48,8 @@ def made_ours(model):
     [
         (nn.Conv3d(4, 4, 3), True),
         (nn.ConvTranspose2d(4, 4, 3), True),
-        (nn.Conv2d(4, 4, 3, padding="same"), False),
+        (nn.Conv2d(4, 4, 3, padding="same"), True),
+        (nn.Conv2d(4, 4, 2, padding="same"), False),
         (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), False),
         (nn.Conv1d(4, 4, 3), False),
         (nn.ReLU(), False),
@@ -57,6 +58,15 @@ def made_ours(model):
 )
 def test_what_kgopt_can_run(module, known):
     assert (training.runner_of(module) is not None) is known
+
+
+def test_padding_by_name():
+    x = torch.randn(2, 4, 9, 11, requires_grad=True)
+    for conv in (nn.Conv2d(4, 6, (3, 5), padding="same", dilation=(2, 1)), nn.Conv2d(4, 6, 2, padding="valid")):
+        ours, theirs = training.runner_of(conv)(conv, x), conv(x)
+        torch.testing.assert_close(ours, theirs)
+        wanted = x, conv.weight, conv.bias
+        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), wanted) for y in (ours, theirs)))
 
 
 def test_a_model_that_gained_nothing_is_as_it_was():

@@ -24,6 +24,7 @@ from kgopt._layout import FORMATS, format_of, is_dense_channels_last
 from kgopt.rewrite import classes, clocks, joins, known, measuring, originals, recompute, verdicts, watching
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.disguise import original_class
+from kgopt.rewrite.emit import padding_in_numbers
 from kgopt.rewrite.glue.calls import CATS, Call, interpolate_of
 from kgopt.rewrite.glue.kernels import cat_of_views, nearest_of_views
 from kgopt.rewrite.glue.plans import as_seen
@@ -95,8 +96,13 @@ def _way_of(key: Any, gain: float) -> str:
 
 def runner_of(module: nn.Module) -> Callable[[Any, Tensor], Tensor] | None:
     """How kgopt computes what this module does; None where it cannot."""
-    suits = conv_of(module) is not None and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    suits = conv_of(module) is not None and module.padding_mode == "zeros" and _padding(module) is not None
     return _convolve if suits else None
+
+
+def _padding(conv: Any) -> Any:
+    """In numbers; None where one side is padded more, which kgopt's ops do not do."""
+    return padding_in_numbers(conv.padding, conv.kernel_size, conv.dilation)
 
 
 def _convolve(conv: Any, x: Tensor) -> Tensor:
@@ -115,13 +121,13 @@ def _convolve_now(conv: Any, x: Tensor, cast: torch.dtype | None) -> Tensor:
     if conv.transposed:
         tail = conv.output_padding, conv.groups, conv.dilation
         return call(x, weight, bias, conv.stride, conv.padding, *tail)  # type: ignore[no-any-return]
-    return call(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)  # type: ignore[no-any-return]
+    return call(x, weight, bias, conv.stride, _padding(conv), conv.dilation, conv.groups)  # type: ignore[no-any-return]
 
 
 def _emit(conv: Any, x: Tensor) -> Tensor:
     """:func:`_convolve` where a compiler looks on: autocast and autograd are the op's own."""
     guard_methods(conv)
-    geometry = conv.stride, conv.padding, conv.dilation, conv.output_padding, conv.groups
+    geometry = conv.stride, tuple(_padding(conv)), conv.dilation, conv.output_padding, conv.groups
     return Call("conv", (conv_of(conv), conv.transposed, *geometry), as_seen(x), (conv.weight, conv.bias)).run("auto")
 
 
@@ -139,7 +145,7 @@ def takes(module: Any, x: Any) -> bool:
 
 def _fits(module: Any, x: Tensor, is_cast: bool) -> bool:
     """:func:`takes` of a convolution whose forward is PyTorch's. ``is_cast``: autocast is known to be on."""
-    if module.padding_mode != "zeros" or type(module.padding) is str:
+    if module.padding_mode != "zeros" or (type(module.padding) is str and _padding(module) is None):
         return False
     parameters, own = module._parameters, module.__dict__
     if "weight" not in parameters or "bias" not in parameters or "weight" in own or "bias" in own:  # parametrized
@@ -428,7 +434,7 @@ def both_of_convolution(
 
 def _both_of_conv(forward: Callable[..., Any], conv: Any) -> Both:
     weight, bias = conv._parameters["weight"], conv._parameters["bias"]
-    geometry = (conv.stride, conv.padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups)
+    geometry = (conv.stride, _padding(conv), conv.dilation, conv.transposed, conv.output_padding, conv.groups)
     ways = functools.partial(forward, conv), functools.partial(_convolve, conv)
     return both_of_convolution(conv_of(conv) or "", *ways, weight, bias, geometry)
 

@@ -18,7 +18,7 @@ from kgopt import ops as ops
 from kgopt._layout import as_channels_last, format_of, is_dense_channels_last
 from kgopt.rewrite import carry, known, originals, verdicts, watching
 from kgopt.rewrite.chain import PRELU
-from kgopt.rewrite.emit import TORCH_CONVS
+from kgopt.rewrite.emit import TORCH_CONVS, padding_in_numbers
 from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue import kernels
 from kgopt.rewrite.glue.calls import LARGEST_FACTOR, PAD, padding_of, recognize, upsampled_by
@@ -271,12 +271,13 @@ def _compiled_plan(conv: Any, x: Any) -> ConvPlan | None:
     option = state.always.get(x.is_contiguous(), "")
     if option not in ("own", *HEADS):
         return None
-    if torch.is_autocast_enabled(x.device.type) or x.dtype is not conv.weight.dtype or isinstance(conv.padding, str):
+    if torch.is_autocast_enabled(x.device.type) or x.dtype is not conv.weight.dtype:
         return None
     kind, transposed = conv_of(conv), conv.transposed
-    if kind is None or conv.padding_mode != "zeros" or x.dim() != len(conv.kernel_size) + 2:
+    own_padding = padding_in_numbers(conv.padding, conv.kernel_size, conv.dilation)
+    if kind is None or conv.padding_mode != "zeros" or own_padding is None or x.dim() != len(conv.kernel_size) + 2:
         return None
-    stride, padding, dilation = list(conv.stride), list(conv.padding), list(conv.dilation)
+    stride, padding, dilation = list(conv.stride), list(own_padding), list(conv.dilation)
     output_padding, groups = list(conv.output_padding), conv.groups
     rest = (stride, padding, dilation, output_padding, groups, transposed)
     sizes = ops.conv_sizes(x.shape, conv.weight.shape, *rest)
