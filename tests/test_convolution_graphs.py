@@ -376,3 +376,32 @@ def test_own_kernels(faster, monkeypatch):
     args, kwargs = convs[1]
     assert args[2:] == ([2, 2, 2], [1, 1, 1], [1, 1, 1], 1)
     assert kwargs == {"backend": "kgopt"}
+
+
+class Times:
+    """A kernel of kgopt's that takes half of PyTorch's time in the graph's format, where that is twice as fast as
+    channels_last."""
+
+    def __init__(self, node, channels_last, *_):
+        self.channels_last = channels_last
+
+    def step(self):
+        pass
+
+    def faster(self):
+        return (1.5, "own") if self.channels_last else (0.5, "own")
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_own_kernels_in_the_format_of_the_graph(dims, faster, monkeypatch):
+    """In inference, too; of images that is the compiler's to choose."""
+    find, found = convolutions.find, []
+    monkeypatch.setattr(convolutions, "_Convolution", Times)
+    monkeypatch.setattr(clocks, "busy_both", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr(convolutions, "find", lambda *given: found.append(find(*given)) or convolutions.Convolutions())
+    conv, x = (nn.Conv2d, nn.Conv3d)[dims - 2](4, 4, 3, padding="same"), torch.randn(1, 4, *[6] * dims)
+    model = nn.Sequential(conv, nn.GroupNorm(2, 4)).eval()
+    with torch.no_grad():
+        agree(captured(model, x)[0], model(x))
+    ways = [way for each in found for way in each.ways.values()]
+    assert ways == ([convolutions._Way("own", channels_last=False)] if dims == 3 else [])
