@@ -104,3 +104,27 @@ def test_weight_gradients_of_split_operands(layout, spread, poisoned):
     assert torch.equal(mine, conv_gradients((False, True, False), dy, x, weight, geometry)[1])
     x[0, 0, 0, 0, 0] = float("nan")
     assert conv_gradients((False, True, False), dy, x, weight, geometry)[1][0].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["tf32", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("rank", [2, 3])
+def test_one_position(rank, n, precision, poisoned):
+    """Its strides say nothing of the format that x has: by them the gradient of x was allocated, contiguous, and a kernel
+    of channels_last wrote it, to misaligned addresses."""
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    size, kernel = (3, 5, 3)[:rank], (2, 3, 2)[:rank]
+    form = {2: torch.channels_last, 3: torch.channels_last_3d}[rank]
+    x = torch.randn(n, 48, *size, device="cuda").to(dtype).contiguous(memory_format=form)
+    weight = torch.randn(48, 48, *kernel, device="cuda").to(dtype)
+    geometry = [1] * rank, [0] * rank, [2] * rank, [0] * rank, 1, False
+    dy = torch.randn(n, 48, *[1] * rank, device="cuda").to(dtype)
+    exact = by_torch(*(t.double() for t in (dy, x, weight)), geometry)
+    stride, padding, dilation, output_padding, groups, transposed = geometry
+    tail = stride, padding, dilation, output_padding, groups, transposed, [True, True, False]
+    mine = torch.ops.kgopt.conv_backward(dy, x, weight, *tail, backend="kgopt", allow_tf32=precision == "tf32")
+    for name, m, e in zip(("x", "weight"), mine, exact, strict=False):
+        assert relative_error(m, e) <= {"fp32": 1e-6, "tf32": 2e-3, "fp16": 1e-3, "bf16": 8e-3}[precision], name
+    assert mine[0].stride() == x.stride()

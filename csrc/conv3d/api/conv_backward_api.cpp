@@ -22,9 +22,13 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
-// Dense so, and where copies of 16 bytes can read it.
+// Dense so, with strides that say it, and where copies of 16 bytes can read it.
 Tensor channels_innermost(const Tensor& t) {
-  return aligned(relaid("conv_backward", t, channels_last_format(t.dim())));
+  const MemoryFormat format = channels_last_format(t.dim());
+  const Tensor dense = relaid("conv_backward", t, format);
+  // Of one position the two formats differ in strides alone, and the gradient of x would lie as dy's say.
+  const bool is_said = t.size(1) == 1 || is_channels_last(dense);
+  return aligned(is_said ? dense : copied_in(dense, format));
 }
 Tensor planar(const Tensor& t) { return aligned(dense_in(t, MemoryFormat::Contiguous)); }
 
