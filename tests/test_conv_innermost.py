@@ -111,8 +111,8 @@ def test_weight_gradients_of_split_operands(layout, spread, poisoned):
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("rank", [2, 3])
 def test_one_position(rank, n, precision, poisoned):
-    """Its strides say nothing of the format that x has: by them the gradient of x was allocated, contiguous, and a kernel
-    of channels_last wrote it, to misaligned addresses."""
+    """Its strides say nothing of the format that x has: by them the gradient of x was allocated, and a kernel of
+    channels_last wrote it, to misaligned addresses."""
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     size, kernel = (3, 5, 3)[:rank], (2, 3, 2)[:rank]
