@@ -126,5 +126,5 @@ def test_one_position(rank, n, precision, poisoned):
     tail = stride, padding, dilation, output_padding, groups, transposed, [True, True, False]
     mine = torch.ops.kgopt.conv_backward(dy, x, weight, *tail, backend="kgopt", allow_tf32=precision == "tf32")
     for name, m, e in zip(("x", "weight"), mine, exact, strict=False):
-        assert relative_error(m, e) <= {"fp32": 1e-6, "tf32": 2e-3, "fp16": 1e-3, "bf16": 8e-3}[precision], name
+        assert relative_error(m, e) <= {"fp32": 4e-6, "tf32": 2e-3, "fp16": 1e-3, "bf16": 8e-3}[precision], name
     assert mine[0].stride() == x.stride()
