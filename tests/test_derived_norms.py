@@ -102,6 +102,17 @@ class FunctionBehind(NothingNew):
         return F.leaky_relu(super().forward(x), 0.2)
 
 
+class Scaled(NothingNew):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Affine(NothingNew):
+    def forward(self, x):
+        y = 1 + super().forward(x) / 4
+        return y
+
+
 class OwnAct(nn.Module):
     def forward(self, x):
         return x * torch.sigmoid(2 * x)
@@ -172,13 +183,22 @@ def test_instance_norm(ran):
         (OptionalAct, "silu"),
         (FunctionBehind, "leaky_relu(0.2)"),
         (OwnBehind, "silu"),
+        (Scaled, "mul(2.0)"),
+        (Affine, "mul(0.25)+add(1.0)"),
     ],
 )
 def test_activations_of_its_own_join_it(norm, act, ran):
     net, original = optimized(norm)
     check(net, original, SHAPE)
     assert ran == [act] * 3
-    assert [row.kind for row in kgopt.report(net).sites] == [f"GroupNorm → {act}"] * 3
+    assert [row.kind for row in kgopt.report(net).sites] == ["GroupNorm → " + act.replace("+", " → ")] * 3
+
+
+def test_arithmetic_that_was_replaced(ran, monkeypatch):
+    net, original = optimized(Scaled)
+    monkeypatch.setattr(torch.Tensor, "__mul__", torch.Tensor.sub)
+    check(net, original, SHAPE)
+    assert ran == []
 
 
 def test_a_keyword_argument():
@@ -189,7 +209,7 @@ def test_a_keyword_argument():
         net.norm(input=x)
 
 
-@pytest.mark.parametrize("norm", [Branch, WithAct, FunctionBehind])
+@pytest.mark.parametrize("norm", [Branch, WithAct, FunctionBehind, Scaled])
 def test_copies_pickles_and_graphs(norm, ran):
     net, original = optimized(norm)
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
@@ -203,9 +223,14 @@ def test_copies_pickles_and_graphs(norm, ran):
 # Left alone
 
 
-class More(NothingNew):
+class InPlace(NothingNew):
     def forward(self, x):
-        return super().forward(x) * 2
+        return super().forward(x).mul_(2)
+
+
+class ByTensor(NothingNew):
+    def forward(self, x):
+        return super().forward(x) * self.weight[0]
 
 
 class Residual(NothingNew):
@@ -298,7 +323,21 @@ class Mixed(NothingNew):
         return super(NothingNew, self).forward(x) - 1
 
 
-ALONE = [More, Residual, OtherEps, OtherGroups, Keeps, Twice, ActFirst, Unused, StaleValue, Property, OwnCall, Hides]
+ALONE = [
+    Residual,
+    InPlace,
+    ByTensor,
+    OtherEps,
+    OtherGroups,
+    Keeps,
+    Twice,
+    ActFirst,
+    Unused,
+    StaleValue,
+    Property,
+    OwnCall,
+    Hides,
+]
 
 
 @pytest.mark.parametrize("norm", [*ALONE, Decides, Mixed])

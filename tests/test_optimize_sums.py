@@ -349,7 +349,7 @@ def test_own_convolution_of_few_channels(monkeypatch):
     call = glue.recognize(torch.conv2d, (x, conv.weight.detach(), conv.bias.detach(), 1, 1), {})
     assert call.options == ("bias",)
     assert call.sizes == [1, 4, 6, 8]
-    for refused in ({"padding": "same"}, {"stride": (1, 1, 1)}, {"groups": 1.0}, {"nothing": 1}):
+    for refused in ({"padding": "full"}, {"stride": (1, 1, 1)}, {"groups": 1.0}, {"nothing": 1}):
         assert glue.recognize(torch.conv2d, (x, conv.weight.detach(), conv.bias.detach()), refused) is None
     assert glue.recognize(torch.conv2d, (x, conv.weight, conv.bias), {}) is None  # somebody wants its gradient
     pool = torch.nn.functional.max_pool2d

@@ -17,6 +17,7 @@ from kgopt.rewrite.meanings import UNKNOWN, describe_method, with_number
 from kgopt.rewrite.patterns import OTHER, Match, Node, is_trivial, match, why_alone
 from kgopt.rewrite.roles import Path
 from kgopt.rewrite.source.expressions import (
+    ARITHMETIC,
     assign,
     call_of,
     constant,
@@ -27,8 +28,6 @@ from kgopt.rewrite.source.expressions import (
 )
 from kgopt.rewrite.source.method import Held, Method
 from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, reads, walk, writes
-
-_ARITHMETIC = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}  # tensors' methods
 
 
 @dataclass
@@ -209,7 +208,7 @@ class Chains:
 
     def _with_number(self, e: ast.BinOp, k: int) -> tuple[Node, list[ast.expr]] | None:
         """``h / 2``, ``h * self.scale``: a value and a number, which stands there or is held by the module."""
-        method = _ARITHMETIC.get(type(e.op))
+        method = ARITHMETIC.get(type(e.op))
         if method is None:
             return None
         for value, other in ((e.left, e.right), (e.right, e.left)):

@@ -1,4 +1,4 @@
-"""Subclasses of PyTorch's norms whose forward is a norm, and perhaps modules or activations behind it.
+"""Subclasses of PyTorch's norms whose forward is a norm, and perhaps modules, activations or numbers behind it.
 
     def forward(self, x):
         if self._fast_norm:                       # the instance says which branch runs
@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from kgopt.rewrite import classes, disguise, originals, watching
 from kgopt.rewrite.chain import Chain, takes_another
 from kgopt.rewrite.classes import Part, Stand
-from kgopt.rewrite.meanings import UNKNOWN, describe_function
+from kgopt.rewrite.meanings import UNKNOWN, describe_function, with_number
 from kgopt.rewrite.modules import does_nothing, has_own_methods
 from kgopt.rewrite.norms import LEAVES
 from kgopt.rewrite.places import Places
 from kgopt.rewrite.roles import role_of
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.source.code import CannotRewriteError, parse
-from kgopt.rewrite.source.expressions import constant
+from kgopt.rewrite.source.expressions import ARITHMETIC, constant
 from kgopt.rewrite.source.reading import Reading, UnreadError
 from kgopt.rewrite.standing import Standing
 
@@ -44,7 +44,8 @@ _MISSING = object()
 
 # What an instance must say for a branch to run: the attribute, whether it is compared with None, the answer.
 Test = tuple[str, bool, bool]
-# What follows the norm: a child's name and its role ("" for one that is not known), or "" and an activation's name.
+# What follows the norm: a child's name and its role ("" for one that is not known), or "" and an activation's name, of
+# a function or of arithmetic with a number.
 Step = tuple[str, str]
 
 
@@ -83,7 +84,9 @@ class _Reading(Reading):
         super().__init__(function, Places(), {given[1]: 0}, self_name=given[0])
         self.base, self.cls, self.ask = base, cls, ask
         self.tests: dict[tuple[str, bool], bool] = {}
-        self.steps: list[tuple[str, Any]] = []  # a child's name, or "" and the function with its activation's name
+        # A child's name, or "" and the function, None of arithmetic, with its activation's name.
+        self.steps: list[tuple[str, Any]] = []
+        self.methods: list[str] = []  # of tensors, by which there is arithmetic
         self.is_normed = self.casts = self.calls_base = False
         self.done = 0
         if function.__code__.co_cellvars or self.run(tree.body) != (True, self.done) or not self.is_normed:
@@ -119,6 +122,8 @@ class _Reading(Reading):
             return self.value(e.body if self.test(e.test) else e.orelse)
         if isinstance(e, ast.Attribute) and e.attr == "dtype" and self.value(e.value) >= 0:
             return -1
+        if isinstance(e, ast.BinOp):
+            return self.with_number(e)
         if not isinstance(e, ast.Call) or any(isinstance(a, ast.Starred) for a in e.args):
             raise UnreadError
         called = e.func
@@ -140,6 +145,17 @@ class _Reading(Reading):
         if node is None or node.kind != "act" or not e.args or not self.is_normed_after(e.args[0]):
             raise UnreadError
         return self.step("", (function, node.name))
+
+    def with_number(self, e: ast.BinOp) -> int:
+        """``norm(x) * 2``."""
+        reverse = constant(e.left) is not UNKNOWN
+        value, other = (e.right, e.left) if reverse else (e.left, e.right)
+        method = ARITHMETIC.get(type(e.op), "")
+        name = with_number(method, constant(other), reverse)
+        if name is None or not self.is_normed_after(value):
+            raise UnreadError
+        self.methods.append(f"__{'r' if reverse else ''}{method}__")
+        return self.step("", (None, name))
 
     def is_normed_after(self, e: ast.expr) -> bool:
         return self.value(e) == self.done and self.is_normed
@@ -243,15 +259,19 @@ class Derived:
         self.can_step = not functions
         acts: list[str] = []
         roles: list[Any] = []
+        self.operands: list[tuple[str, Any]] = []  # of the site behind the norm: a child's name, or "" and a function
+        self.count = 0  # of the steps that the site does
         for name, role in form.steps:
             if not role or (role != "same" and not takes_another(acts, role)):
                 break
+            self.count += 1
             acts += [] if role == "same" else [role]
-            roles.append(role if name else functions.pop(0))
-        self.count = len(roles)  # of the steps that the site does
-        self.functions = tuple(None if isinstance(r, str) else r for r in roles)
-        texts = [role for _, role in form.steps[: self.count] if role != "same"]
-        self.site = Site(Chain(self.kind, post="+".join(texts) or "none"), ("norm", *roles))
+            function = None if name else functions.pop(0)
+            if name or function is not None:
+                roles.append(role if name else function)
+                self.operands.append((name, function))
+        called = () if reading is None else tuple(reading.methods)
+        self.site = Site(Chain(self.kind, post="+".join(acts) or "none"), ("norm", *roles), called)
         self.alone = Site(Chain(self.kind), ("norm",))
         self.alone.inside = base
 
@@ -279,9 +299,8 @@ class Derived:
         if not self.holds(norm, x):
             return standing.seen(norm, x)
         if self.count:
-            steps = self.form.steps[: self.count]
-            operands = [self.functions[i] or norm._modules.get(name) for i, (name, _) in enumerate(steps)]
-            all_done = len(steps) == len(self.form.steps)
+            operands = [function or norm._modules.get(name) for name, function in self.operands]
+            all_done = self.count == len(self.form.steps)
             if (self.can_step or all_done) and self.site.ready(norm, *operands, x):
                 return self._rest(norm, self.site.run(norm, *operands, x), self.count)
         if self.can_step and self.alone.ready_inside(norm, x):

@@ -11,6 +11,8 @@ from kgopt.rewrite.source.names import SCOPES, copied, walk
 
 Node = TypeVar("Node", bound=ast.AST)
 
+ARITHMETIC = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}  # tensors' methods
+
 
 def path_of(expression: ast.expr, root: str, owner: str) -> Path | None:
     """``self.a.b[0]`` as ("a", "b", 0); ``owner`` is the class whose private names (``self.__a``) these are."""
