@@ -87,13 +87,14 @@ def _special_values(j: Judged, noise: Callable[[], Sequence[Tensor]]) -> str | N
     # Just below the largest number it is the last bit that says whether it overflows.
     wrong &= ~((exact.abs() > 0.98 * torch.finfo(dtype).max) & exact.isfinite() & (of_ours != 1))
     if bool(wrong.any()):
-        kinds = [_kinds(s.to(dtype)) for s in noise()]
-        for of_sample in kinds:
+        up, down = torch.zeros_like(wrong), torch.zeros_like(wrong)
+        for s in noise():
+            of_sample = _kinds(s.to(dtype))
             wrong &= of_ours != of_sample
+            up |= of_sample == 2
+            down |= of_sample == 3
         # Infinite with either sign: of a factor that is zero but for rounding. Times zero it is NaN.
-        either = functools.reduce(torch.logical_or, [k == 2 for k in kinds])
-        either &= functools.reduce(torch.logical_or, [k == 3 for k in kinds])
-        wrong &= ~(either & (of_ours == 1))
+        wrong &= ~(up & down & (of_ours == 1))
     if not bool(wrong.any()):
         return None
     at = _first(wrong)
