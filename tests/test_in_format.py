@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import kgopt
+from kgopt._layout import FORMATS
 from kgopt.rewrite import layout
 
 OPS = torch.ops.kgopt
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 SHAPES = [
     *[(2, 64, 16, 16), (3, 5, 7, 9), (1, 130, 1, 67), (2, 1, 6, 7), (2, 6, 1, 1), (0, 3, 4, 5), (2, 3, 0, 5)],
     *[(2, 16, 4, 5, 8), (1, 67, 3, 5, 13), (5, 3, 1, 1, 70), (1, 4, 8, 8, 8)],

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt import _acts
+from kgopt._layout import memory_format
 
 
 def _clamp(x: Tensor, low: float, high: float) -> Tensor:
@@ -145,8 +146,7 @@ def pad_replicate_ref(x: Tensor, pad: Sequence[int]) -> Tensor:
 
 def in_format_ref(x: Tensor, channels_last: bool) -> Tensor:
     """A copy in channels_last(_3d), or contiguous."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}[x.dim()]
-    return x.clone(memory_format=last if channels_last else torch.contiguous_format)
+    return x.clone(memory_format=memory_format(x.dim(), channels_last))
 
 
 def max_pool_ref(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:

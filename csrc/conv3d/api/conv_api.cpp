@@ -170,8 +170,8 @@ Tensor launch(const ConvArgs& a, const ConvShape& shape, const Choice& choice, c
   if (path == ConvPath::kTapColumns) return conv_tap_columns(a, shape, choice.as<TapColumnsPlan>(), tail);
   if (path == ConvPath::kPositionRows) return conv_position_rows(a, shape, choice.as<PositionRowsPlan>(), tail);
   if (path == ConvPath::kDepthwise) return conv_depthwise(a, shape, choice.as<DepthwisePlan>());
-  if (a.weight.scalar_type() !=
-      a.x.scalar_type()) {  // the first two round it while they pack it, the last one reads it
+  // Of those above the first two round it while they pack it, the last one reads it.
+  if (a.weight.scalar_type() != a.x.scalar_type()) {
     const Tensor weight = as_type_of(a.weight, a.x);
     const OptTensor bias = a.bias ? OptTensor(as_type_of(*a.bias, a.x)) : std::nullopt;
     return launch({a.op, a.x, weight, bias, a.stride, a.padding, a.dilation, a.output_padding, a.groups, a.transposed,

@@ -13,8 +13,8 @@ enum class DepthwiseWork { kForward, kInputGradient, kWeightGradient };
 // Of PyTorch's time: what ours must be predicted to stay below, since both are predictions.
 inline constexpr double kDepthwiseMargin = 0.8;
 
-// PyTorch's microseconds, as fitted to two dozen convolutions on an H200 and never above them by much. Gradients of
-// volumes take up to a hundred times as long as this says.
+// PyTorch's microseconds, as fitted to the convolutions of benchmarks/depthwise.py on an H200. Of volumes in
+// channels_last, and of their gradients, far too few: those take up to hundreds of times as long.
 inline double aten_depthwise_microseconds(const ConvProblem& q, DepthwiseWork work) {
   double in = double(q.n) * q.c_in, out = double(q.n) * q.c_out, taps = 1;
   for (int i = 0; i < 3; ++i) {

@@ -57,8 +57,7 @@ struct DepthwiseKernel {
   static constexpr int kBatch = kStride == 2                                                 ? (kLanes > 1 ? 5 : 4)
                                 : kLanes > 1 || (kMode == DepthwiseMode::kGather1 && kK < 7) ? 3
                                                                                              : 2;
-  static constexpr int kRest = kBatch > 2 && kK < 7 ? 2 : 1;             // of those beyond
-  static constexpr int kSums = kUpDepth * kRows * kUp * kColumns * kUp;  // of a cell of the depth
+  static constexpr int kRest = kBatch > 2 && kK < 7 ? 2 : 1;  // of those beyond
   using In = DepthwiseCopy<kLanes, kRows * kStride, kDepth>;
 
   // [depth of the cell][up along the depth][row][column]

@@ -114,6 +114,9 @@ struct DepthwiseWgradParams {
   DepthwiseWgradPlan plan;
 };
 
+// Of the elements of 16 bytes.
+KGOPT_HD constexpr int depthwise_whole_log2(Dtype dtype) { return dtype == Dtype::kFloat32 ? 2 : 3; }
+
 // Constants of the instances, which plans and kernels share.
 
 // Cells of a thread along the height and the width.
@@ -123,8 +126,6 @@ KGOPT_HD constexpr int depthwise_cell_rows(DepthwiseMode mode, bool volume) {
 KGOPT_HD constexpr int depthwise_cell_columns(DepthwiseMode mode, int kernel, bool volume) {
   return mode == DepthwiseMode::kGather1 ? 8 : mode == DepthwiseMode::kScatter2 && volume && kernel > 3 ? 2 : 4;
 }
-// Of the elements of 16 bytes.
-KGOPT_HD constexpr int depthwise_whole_log2(Dtype dtype) { return dtype == Dtype::kFloat32 ? 2 : 3; }
 KGOPT_HD constexpr int depthwise_up(DepthwiseMode mode) { return mode == DepthwiseMode::kScatter2 ? 2 : 1; }
 KGOPT_HD constexpr int depthwise_stride(DepthwiseMode mode) { return mode == DepthwiseMode::kGather2 ? 2 : 1; }
 // Inputs that a cell reads along a dim.
