@@ -207,8 +207,9 @@ Forward choose_forward(const ConvArgs& a, const ConvShape& shape, ConvTailKind t
   if (shape.is_empty()) return {ask(ConvBackend::kAten), "a tensor has no elements"};
   Forward to{ask(backend)};
   if (to.choice->cannot) return to;
-  const bool depthwise = ask(ConvBackend::kKgopt)->path() == ConvPath::kDepthwise;
-  if (autotune_is_on() && backend == ConvBackend::kAuto && (depthwise || !ask(ConvBackend::kImplicitGemm)->cannot)) {
+  const auto has_depthwise = [&] { return ask(ConvBackend::kKgopt)->path() == ConvPath::kDepthwise; };
+  if (autotune_is_on() && backend == ConvBackend::kAuto &&
+      (has_depthwise() || !ask(ConvBackend::kImplicitGemm)->cannot)) {
     std::optional<ConvPath> tuned;
     if (measures) {
       std::vector<ConvPath> paths;
@@ -216,7 +217,7 @@ Forward choose_forward(const ConvArgs& a, const ConvShape& shape, ConvTailKind t
         const ChoicePtr able = remembered_choice(problem, limits, one);
         if (!able->cannot) paths.push_back(able->path());
       }
-      if (depthwise) paths.push_back(ConvPath::kDepthwise);
+      if (has_depthwise()) paths.push_back(ConvPath::kDepthwise);
       auto run = [&](ConvPath one) {
         launch(a, shape, *remembered_choice(problem, limits, backend_of(one)), ConvTail());
       };
