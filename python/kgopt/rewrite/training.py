@@ -121,7 +121,8 @@ def _convolve_now(conv: Any, x: Tensor, cast: torch.dtype | None) -> Tensor:
     if conv.transposed:
         tail = conv.output_padding, conv.groups, conv.dilation
         return call(x, weight, bias, conv.stride, conv.padding, *tail)  # type: ignore[no-any-return]
-    return call(x, weight, bias, conv.stride, _padding(conv), conv.dilation, conv.groups)  # type: ignore[no-any-return]
+    padding = _padding(conv) if type(conv.padding) is str else conv.padding
+    return call(x, weight, bias, conv.stride, padding, conv.dilation, conv.groups)  # type: ignore[no-any-return]
 
 
 def _emit(conv: Any, x: Tensor) -> Tensor:
