@@ -1,4 +1,4 @@
-"""Gradients that compiled code computes itself where ATen has a slow kernel (rewrite/decomposed.py)."""
+"""What compiled code computes itself where ATen has a slow kernel (rewrite/decomposed.py)."""
 
 from __future__ import annotations
 
@@ -80,3 +80,74 @@ def test_compiled_code_has_the_gradient(rank, device):
         torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-9)
     assert code
     assert f"replication_pad{rank}d_backward.default(" not in "".join(code)
+
+
+POOLS = [  # sizes, results of a channel
+    ((16, 16), (2, 2)),
+    ((12, 19), (3, 2)),
+    ((33, 5), (1, 5)),
+    ((8, 8, 8), (2, 2, 2)),
+    ((9, 7, 11), (2, 3, 1)),
+]
+
+
+@pytest.mark.parametrize(("sizes", "results"), POOLS)
+def test_adaptive_pooling_has_atens_values_and_gradient(sizes, results):
+    rank = len(sizes)
+    x = torch.randn(2, 3, *sizes, dtype=torch.float64)
+    name = f"_adaptive_avg_pool{rank}d"
+    forward, backward = getattr(ATEN, name).default, getattr(ATEN, f"{name}_backward").default
+    y = forward(x, results)
+    torch.testing.assert_close(DECOMPOSITIONS[forward](x, results), y, rtol=1e-12, atol=1e-12)
+    dy = torch.randn_like(y)
+    dx = DECOMPOSITIONS[backward](dy, x)
+    if any(s % r for s, r in zip(sizes, results, strict=True)):
+        assert dx is NotImplemented
+    else:
+        torch.testing.assert_close(dx, backward(dy, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "results"), [((4, 4), (2, 2)), ((64, 64), (16, 16)), ((3, 64), (6, 2)), ((64, 64), (1, 1))]
+)
+def test_other_adaptive_pooling_is_atens(sizes, results):
+    """Small windows, many, some that are repeated, and what is a reduction already."""
+    x = torch.randn(1, 2, *sizes)
+    assert DECOMPOSITIONS[ATEN._adaptive_avg_pool2d.default](x, results) is NotImplemented
+
+
+class Pyramid(nn.Module):
+    """Pooling to several sizes beside each other, as PSPNet and UPerNet have it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        pool = (nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)[rank - 2]
+        conv = (nn.Conv2d, nn.Conv3d)[rank - 2]
+        self.conv, self.norm = conv(3, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.pools = nn.ModuleList(pool(n) for n in (1, 2, 3))
+
+    def forward(self, x):
+        y = F.silu(self.norm(self.conv(x)))
+        return torch.cat([pool(y).flatten(2) for pool in self.pools], 2)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiled_code_pools(rank, device):
+    """No kernel of ATen is left for it in inference."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch.manual_seed(0)
+    model = Pyramid(rank).double().to(device)
+    x = torch.randn(2, 3, *[26, 25, 13][:rank], dtype=torch.float64, device=device, requires_grad=True)
+    inputs = [x, *model.parameters()]
+    expected, y = torch.autograd.grad(model(x).square().sum(), inputs), model(x)
+    compiled = torch.compile(model, backend="kgopt", options={"kgopt.always": True})
+    actual = torch.autograd.grad(compiled(x).square().sum(), inputs)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        got, code = run_and_get_code(compiled, x)
+    torch.testing.assert_close(got, y, rtol=1e-9, atol=1e-9)
+    assert code
+    assert f"_adaptive_avg_pool{rank}d.default(" not in "".join(code)

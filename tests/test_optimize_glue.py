@@ -13,130 +13,12 @@ from torch import nn
 
 import kgopt
 from kgopt import accuracy
-from kgopt._layout import is_dense_channels_last
 from kgopt.rewrite import between, classes, clocks, convolved, glue, known, layout, measuring, policy, watching, whole
 from kgopt.rewrite.disguise import original_class
-from kgopt.rewrite.glue import kernels, plans, search
+from kgopt.rewrite.glue import plans, search
 from optimize_pairs import all_faster
+from shapes import make
 from test_optimize import assert_same_results, ops_of, optimized
-
-SHAPES = [(2, 3, 4, 5), (1, 8, 6, 4), (1, 16, 3, 4, 8), (2, 3, 1, 5, 7), (1, 1, 1, 1, 1), (1, 4, 2, 3, 2)]
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def draw(shape, dtype, channels_last, device):
-    x = torch.randn(shape, device=device).to(dtype)
-    return x.contiguous(memory_format=FORMATS[x.dim()]) if channels_last else x
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_copies_have_the_bits_of_pytorch(shape, channels_last, dtype, device, poisoned):
-    x = draw(shape, dtype, channels_last, device)
-    dims = x.dim() - 2
-    for factors in ((2,) * dims, (1,) * (dims - 1) + (2,), (2,) * (dims - 1) + (1,), (3,) * dims):
-        y = glue.upsample_nearest(x, factors)
-        assert torch.equal(y, F.interpolate(x, scale_factor=tuple(map(float, factors))))
-        assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("widths", [(8, 16), (3, 5, 1), (4, 4)], ids=str)
-def test_channels_last_cat_has_the_bits_of_pytorch(widths, dtype, device, poisoned):
-    for sizes in ((5, 4), (3, 5, 4)):
-        parts = [draw((2, c, *sizes), dtype, True, device) for c in widths]
-        if any(not is_dense_channels_last(p) for p in parts):
-            continue
-        y = glue.recognize(torch.cat, (parts, 1), {}).run()
-        assert torch.equal(y, torch.cat(parts, 1))
-        assert y.stride() == torch.cat(parts, 1).stride()
-    parts = [draw((2, 8, 5, 4), dtype, True, device) for _ in range(2)]
-    assert glue.recognize(torch.cat, (parts,), {"dim": -3}) is not None
-    for dim in (0, 2, 3, -1):
-        y = glue.recognize(torch.cat, (parts, dim), {}).run()
-        assert torch.equal(y, torch.cat(parts, dim))
-        assert y.is_contiguous(memory_format=torch.channels_last)
-    other = draw((2, 8, 5, 3), dtype, True, device)
-    assert torch.equal(glue.recognize(torch.cat, ([parts[0], other], 3), {}).run(), torch.cat([parts[0], other], 3))
-    for refused in ((parts, 4), ([parts[0], other], 2), (parts[:1], 1), ([parts[0], parts[1].contiguous()], 1)):
-        assert glue.recognize(torch.cat, refused, {}) is None
-    assert glue.recognize(torch.cat, (parts, 1), {"out": torch.empty(0)}) is None
-
-
-def test_what_is_recognized():
-    x = torch.randn(1, 2, 4, 6)
-    known = functools.partial(glue.recognize, F.interpolate, (x,))
-    assert known({"scale_factor": 2}).argument == (2, 2)
-    assert known({"scale_factor": (2.0, 1.0)}).argument == (2, 1)
-    assert known({"size": (8, 18)}).argument == (2, 3)
-    assert known({"size": 12}).argument == (3, 2)
-    assert known({"scale_factor": 2, "mode": "bilinear"}).kind == "linear"
-    for refused in (
-        {"scale_factor": 1.5},
-        {"size": (9, 12)},
-        {"size": (6, 7)},
-        {"size": (5,)},
-        {"size": (5, 7), "mode": "nearest-exact"},
-        {"size": (5, 7), "mode": "bilinear"},
-        {"size": (4, 6)},
-        {"scale_factor": 2, "mode": "bilinear", "align_corners": True},
-        {"scale_factor": 3, "mode": "bilinear"},
-        {"scale_factor": 2, "mode": "bicubic"},
-        {"scale_factor": 2, "mode": "trilinear"},
-        {"scale_factor": 2, "mode": "bilinear", "antialias": True},
-        {},
-        {"size": (8, 12), "scale_factor": 2},
-    ):
-        assert known(refused) is None, refused
-    for size, argument in (((5, 7), (1, 0, 1, 0)), ((4, 7), (1, 0, 0, 0)), (torch.Size((5, 6)), (0, 0, 1, 0))):
-        call = known({"size": size})
-        assert (call.kind, call.argument) == ("repeated", argument)
-    assert known({"size": 5}) is None  # one position more, and one less
-    assert glue.recognize(F.pad, (x, (1, 1, 1, 1), "replicate"), {}).argument == (1, 1, 1, 1)
-    for pad, mode in (((1, 1, 1, 1), "constant"), ((1, -1, 1, 1), "replicate"), ((1, 1), "replicate")):
-        assert glue.recognize(F.pad, (x, pad, mode), {}) is None
-    assert glue.recognize(F.interpolate, (x.transpose(2, 3),), {"scale_factor": 2}) is None
-    assert glue.recognize(F.interpolate, (x.int(),), {"scale_factor": 2}) is None
-    assert glue.recognize(F.interpolate, (x.clone().requires_grad_(),), {"scale_factor": 2}) is None
-    assert glue.recognize(torch.relu, (x,), {}) is None
-
-
-def test_padding_by_name_is_known_in_numbers():
-    x, weight, bias = torch.randn(1, 4, 9, 9), torch.randn(6, 4, 3, 5), torch.randn(6)
-    for name, dilation, padding in (("same", (2, 1), (2, 2)), ("valid", (1, 1), (0, 0)), ("same", 3, (3, 6))):
-        given = {"padding": name, "dilation": dilation}
-        call = glue.recognize(F.conv2d, (x, weight, bias), given)
-        assert call.argument[3] == padding
-        torch.testing.assert_close(call.run(), F.conv2d(x, weight, bias, **given))
-    even = torch.randn(6, 4, 2, 2)
-    for given in (
-        (F.conv2d, (x, even, bias), {"padding": "same"}),  # more on one side
-        (F.conv2d, (x, weight, bias), {"padding": "same", "stride": 2}),  # PyTorch refuses the others
-        (F.conv2d, (x, weight, bias), {"padding": "full"}),
-        (F.conv_transpose2d, (x, torch.randn(4, 6, 3, 3), bias), {"padding": "same"}),
-    ):
-        assert glue.recognize(*given) is None
-
-
-@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
-def test_one_position_more_has_the_bits_of_pytorch(channels_last, device, poisoned):
-    for shape, size in (((2, 8, 5, 7), (6, 7)), ((1, 4, 3, 5, 7), (4, 6, 8)), ((1, 3, 4, 2, 6), (4, 3, 6))):
-        x = draw(shape, torch.float32, channels_last, device)
-        y = glue.recognize(F.interpolate, (x,), {"size": size}).run()
-        assert torch.equal(y, F.interpolate(x, size=size))
-        assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
-
-
-def test_one_position_more_of_every_size(device):
-    """Where PyTorch's float32 would find another source, the call is PyTorch's."""
-    widths = range(2, 2100) if device == "cpu" else (2, 3, 31, 159, 1000, 2047)
-    for width in widths:
-        x = torch.arange(width, device=device, dtype=torch.float32).view(1, 1, 1, width)
-        call = glue.recognize(F.interpolate, (x,), {"size": (1, width + 1)})
-        assert (call is None) is (width + 1 > 2048)
-        if call is not None:
-            assert torch.equal(call.run(), F.interpolate(x, size=(1, width + 1)))
 
 
 class Up(nn.Module):
@@ -353,7 +235,7 @@ def test_batch_norm_by_running_statistics(affine, channels_last, dtype, monkeypa
     norm = nn.BatchNorm2d(6, eps=1e-3, affine=affine).to("cuda", dtype).eval()
     for t in (norm.running_mean, norm.running_var, *norm.parameters()):
         t.data.uniform_(0.5, 2.0)
-    x = draw((3, 6, 33, 20), dtype, channels_last, "cuda") * 3 + 1
+    x = make((3, 6, 33, 20), dtype, "cuda", "channels_last" if channels_last else "contiguous", 3.0, 1.0)[0]
     original = copy.deepcopy(norm)
     with torch.no_grad():
         assert all_faster(norm, x) == 1
@@ -368,14 +250,6 @@ def test_batch_norm_by_running_statistics(affine, channels_last, dtype, monkeypa
             assert y.stride() == original(x).stride()
     norm.train()
     assert kinds_run(norm, x, monkeypatch)[0] == []
-
-
-def test_batch_norms_that_are_pytorchs():
-    x, statistics = torch.randn(2, 3, 4, 5), (torch.zeros(3), torch.ones(3))
-    assert glue.recognize(F.batch_norm, (x, *statistics), {}) is None, "the CPU's op computes the moments again"
-    for more in ({"training": True}, {"weight": torch.ones(3).double()}):
-        assert glue.recognize(F.batch_norm, (x, *statistics), more) is None
-    assert glue.recognize(F.batch_norm, (x, None, None), {"training": True}) is None
 
 
 class Clocks:
@@ -702,7 +576,7 @@ class Upsampled(nn.Module):
 
 def test_compiled_upsampling_keeps_the_format_that_the_model_computes_in(device):
     model = nn.Sequential(Upsampled()).eval()
-    x = draw((1, 8, 4, 5, 6), torch.float32, True, device)
+    x = make((1, 8, 4, 5, 6), torch.float32, device, "channels_last")[0]
     known.put(model[0], keeps=True)
     with torch.no_grad():
         expected = model(x)
@@ -728,13 +602,3 @@ def test_compiled_upsampling_keeps_the_format_that_the_model_computes_in(device)
     state = glue.state_of(model[0])
     state.kinds = ()  # as in a model that does not keep the format
     assert sum("interpolate" in name for name, _ in compiled_nodes(model, x)[1]) == 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nearest_upsampling_as_views_has_the_bits_of_pytorch(dtype, device):
-    for shape in SHAPES[1:3]:
-        x = draw(shape, dtype, True, device)
-        for factors in ((2,) * (x.dim() - 2), (3, *(1,) * (x.dim() - 4), 2)):
-            y = kernels.nearest_of_views(x, factors)
-            assert torch.equal(y, F.interpolate(x, scale_factor=tuple(map(float, factors))))
-            assert y.is_contiguous(memory_format=FORMATS[x.dim()])

@@ -1,4 +1,4 @@
-"""Gradients that ATen computes slowly, in compiled code: as functions that Inductor fuses with what is around them.
+"""What ATen computes slowly, in compiled code: as functions that Inductor fuses with what is around them.
 
 Given to Inductor for graphs of ``backend="kgopt"``, beside its own decompositions; eager code and plain
 ``torch.compile`` keep ATen's.
@@ -6,12 +6,15 @@ Given to Inductor for graphs of ``backend="kgopt"``, beside its own decompositio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kgopt.rewrite.glue.pools import Pool, is_even, is_worth, pooled
 
 
 def _replication_pad_backward(dy: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
@@ -35,8 +38,39 @@ def _replication_pad_backward(dy: Tensor, x: Tensor, padding: Sequence[int]) -> 
     return dx.to(dy.dtype)
 
 
+def _pool(sizes: Sequence[Any], results: Sequence[Any]) -> Pool | None:
+    """Means of x [N, C, *S] that ATen's kernels leave to a few threads; None also where sizes are symbols."""
+    spatial, given = sizes[2:], tuple(results)
+    if len(spatial) != len(given) or not all(type(n) is int and n > 0 for n in (*spatial, *given)):
+        return None
+    pool = Pool("mean", tuple(spatial), given)
+    return pool if is_worth(pool) and all(r <= s for s, r in zip(spatial, given, strict=True)) else None
+
+
+def _adaptive_avg_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
+    """Inductor has kernels of its own for images, whose windows are of one length; it calls ATen for all others."""
+    pool = _pool(x.shape, output_size)
+    return NotImplemented if pool is None else pooled(x, pool)
+
+
+def _adaptive_avg_pool_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """Windows that share no position: each of their positions has the same part of dy."""
+    pool = _pool(x.shape, dy.shape[2:])
+    if pool is None or not is_even(pool):
+        return NotImplemented
+    lengths = [s // r for s, r in zip(pool.spatial, pool.results, strict=True)]
+    dx = dy / math.prod(lengths)
+    for dim, length in enumerate(lengths, 2):
+        dx = dx.repeat_interleave(length, dim)
+    return dx
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.replication_pad1d_backward.default: _replication_pad_backward,
     torch.ops.aten.replication_pad2d_backward.default: _replication_pad_backward,
     torch.ops.aten.replication_pad3d_backward.default: _replication_pad_backward,
+    torch.ops.aten._adaptive_avg_pool2d.default: _adaptive_avg_pool,
+    torch.ops.aten._adaptive_avg_pool3d.default: _adaptive_avg_pool,
+    torch.ops.aten._adaptive_avg_pool2d_backward.default: _adaptive_avg_pool_backward,
+    torch.ops.aten._adaptive_avg_pool3d_backward.default: _adaptive_avg_pool_backward,
 }

@@ -39,6 +39,13 @@ def padding_in_numbers(padding: Any, kernel: Sequence[int], dilation: Sequence[i
     return None if any(t % 2 for t in totals) else [t // 2 for t in totals]
 
 
+def numbers(value: Any, rank: int) -> tuple[int, ...] | None:
+    """One number, or a list of one, for every dim; None where it is something else."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    values = values * rank if len(values) == 1 else values
+    return values if len(values) == rank and all(type(v) is int for v in values) else None
+
+
 @dataclass
 class ConvArgs:
     """The arguments of a convolution beside x; numbers have one entry a spatial dim."""

@@ -119,6 +119,17 @@ _FUNCTIONS: dict[str, tuple[Place, ...]] = {
     "pad": _found(_NN, "pad"),
     "batch_norm": (*_found(torch, "batch_norm"), *_found(F, "_verify_batch_size")),
     **{f"max_pool{n}d": (*_found(F, f"_max_pool{n}d"), *_found(torch, f"max_pool{n}d")) for n in (2, 3)},
+    **{
+        f"adaptive_avg_pool{n}d": (*_found(F, "_list_with_default"), *_found(_NN, f"adaptive_avg_pool{n}d"))
+        for n in (2, 3)
+    },
+    **{
+        f"adaptive_max_pool{n}d": (
+            *_found(F, f"_adaptive_max_pool{n}d", f"adaptive_max_pool{n}d_with_indices", "_list_with_default"),
+            *_found(_NN, f"adaptive_max_pool{n}d"),
+        )
+        for n in (2, 3)
+    },
 }
 
 

@@ -11,6 +11,7 @@ arguments that were measured to be faster so; every other call goes to PyTorch.
 ========  ==========================================================================
 calls     which calls, and the ways to compute them
 kernels   copies and kernels
+pools     pooling to a few results, as reductions
 later     upsampling that waits for the convolution behind it
 plans     what a convolution module does with inputs of one kind
 search    finds and measures calls; the forward of the modules that make them

@@ -20,8 +20,8 @@ from kgopt import accuracy
 from kgopt import ops as ops
 from kgopt._layout import is_dense_channels_last
 from kgopt.rewrite import originals
-from kgopt.rewrite.emit import TORCH_CONVS, padding_in_numbers
-from kgopt.rewrite.glue import kernels
+from kgopt.rewrite.emit import TORCH_CONVS, numbers, padding_in_numbers
+from kgopt.rewrite.glue import kernels, pools
 from kgopt.rewrite.meanings import conv_of
 
 _OPS = torch.ops.kgopt
@@ -38,11 +38,16 @@ _CONVS: dict[Any, tuple[str, int, bool]] = {  # the op, dims, transposed
 CONVS = {function: op for function, (op, *_) in _CONVS.items() if originals.is_torchs(function)}
 PLAIN_CONVS = {function: rank for function, (_, rank, transposed) in _CONVS.items() if not transposed}
 FUNCTIONS = frozenset(
-    f for f in (INTERPOLATE, PAD, ATTENTION, BATCH_NORM, *CATS, *_POOLS, *_CONVS) if originals.is_torchs(f)
+    f
+    for f in (INTERPOLATE, PAD, ATTENTION, BATCH_NORM, *CATS, *_POOLS, *pools.FUNCTIONS, *_CONVS)
+    if originals.is_torchs(f)
 )
 # By function: whether what it calls is PyTorch's own.
 _UNTOUCHED = {
-    **{f: originals.untouched(*originals.of_function(f)) for f in (INTERPOLATE, PAD, BATCH_NORM, *_POOLS)},
+    **{
+        f: originals.untouched(*originals.of_function(f))
+        for f in (INTERPOLATE, PAD, BATCH_NORM, *_POOLS, *pools.FUNCTIONS)
+    },
     **dict.fromkeys((ATTENTION, *CATS, *_CONVS), originals.untouched()),
 }
 # Channels of input or output, up to which kgopt's own convolution can be the faster one: in general, in channels_last.
@@ -51,7 +56,8 @@ FEW = 4  # output channels of group_norm_conv1x1's kernel
 # Of upsampling in front of a convolution: PyTorch rounds the inverse, which the next ones may notice.
 LARGEST_FACTOR = 8
 # Positions of a dim, up to which PyTorch's float32 finds the same source as exact arithmetic, with some room.
-LARGEST_REPEATED = 2048
+LARGEST_RESIZED = 2048
+MOST_RUNS = 2  # of a dim of what is resized: each combination is a copy
 # Taps times input channels, and output channels, from which fp16's rate can make up for the passes of scaled_half.
 WIDE_COLUMNS, WIDE = 512, 64
 # Channels of a head, up to which PyTorch has fast kernels for attention; products of queries and keys, below which
@@ -93,8 +99,12 @@ class Call:
             return kernels.cat_channels_last((self.x, *self.more), self.argument[0])
         if self.kind == "nearest":
             return kernels.upsample_nearest(self.x, self.argument)
+        if self.kind == "resized":
+            return kernels.repeated(self.x, self.argument)
         if self.kind == "max_pool":
             return _OPS.max_pool(self.x, *map(list, self.argument))  # type: ignore[no-any-return]
+        if self.kind == "pooled":
+            return pools.pooled(self.x, pools.Pool(*self.argument), self.keeps)
         if self.kind == "linear":
             return _OPS.upsample_linear(self.x)  # type: ignore[no-any-return]
         return _OPS.pad_replicate(self.x, list(self.argument))  # type: ignore[no-any-return]
@@ -103,7 +113,16 @@ class Call:
         """The call as it may run in a model that keeps channels_last, where the format is no part of what it means: of
         some tensors PyTorch's upsampling and padding give contiguous ones, which the next convolution converts back.
         """
-        of_kind = self.kind in ("nearest", "linear", "replicate", "repeated", "max_pool", "upsampled")
+        of_kind = self.kind in (
+            "nearest",
+            "linear",
+            "replicate",
+            "repeated",
+            "resized",
+            "max_pool",
+            "pooled",
+            "upsampled",
+        )
         return replace(self, keeps=True) if keeps and of_kind and is_dense_channels_last(self.x) else self
 
     @property
@@ -133,15 +152,12 @@ class Call:
         return getattr(_OPS, op).default, (list(stride), list(padding), *tail)
 
     def _convolve(self, option: str) -> Tensor:
+        weight, bias = self.more
         if option == "bias":
-            return _OPS.conv_add(self.x, *self.more, None, *self.rest)  # type: ignore[no-any-return]
-        if option == "pointwise":
-            return kernels.pointwise(self.x, *self.more)
-        if option == "few":
-            weight, bias = self.more
-            return kernels.few(self.x, weight, bias, self.rest)
+            return _OPS.conv_add(self.x, weight, bias, None, *self.rest)  # type: ignore[no-any-return]
+        if option in kernels.ALONE:
+            return kernels.ALONE[option](self.x, weight, bias, self.rest)
         if option == "scaled":
-            weight, bias = self.more
             return kernels.scaled(self.x, weight, bias, None, *self.rest)
         op, rest = self.own
         if option == "auto":  # the op, and its gradients, by the kernels that it chooses
@@ -157,7 +173,7 @@ def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call 
     try:
         if func is INTERPOLATE:
             found = interpolate_of(_takes, *args, **kwargs)
-            return _repeated(*args, **kwargs) if found is None else Call(*found)
+            return _resized(*args, **kwargs) if found is None else Call(*found)
         if func is PAD:
             return _pad(*args, **kwargs)
         if func is ATTENTION:
@@ -166,18 +182,14 @@ def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call 
             return _batch_norm(*args, **kwargs)
         if func in _POOLS:
             return _max_pool(_POOLS[func], *args, **kwargs)
+        if func in pools.FUNCTIONS:
+            pool = pools.pool_of(_takes, func, args, kwargs)
+            return None if pool is None else Call("pooled", *pool)
         if func in _CONVS:
             return _conv(func, args, kwargs)
     except TypeError:  # arguments that the function does not have: it says so itself
         return None
     return cat_of(_takes, args, kwargs) if func in CATS else None
-
-
-def numbers(value: Any, rank: int) -> tuple[int, ...] | None:
-    """One number, or a list of one, for every dim; None where it is something else."""
-    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    values = values * rank if len(values) == 1 else values
-    return values if len(values) == rank and all(type(v) is int for v in values) else None
 
 
 def _max_pool(
@@ -271,9 +283,13 @@ def _conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | No
     few = few and (rank == 2 or (weight.shape[2] == 1 and padding is not None and padding[0] == 0))
     wide = is_dense_channels_last(x) and accuracy.may_take_tf32(x) and groups == 1 and not transposed
     wide = wide and weight.shape[0] >= WIDE and math.prod(weight.shape[1:]) >= WIDE_COLUMNS
+    forward = depthwise and not transposed
+    single = forward and weight.numel() == groups and (stride, padding) == (ones, zeros)
     options = (
         *(("bias",) if bias is not None else ()),
         *(("own",) if narrow or depthwise else ()),
+        *(("each channel",) if single else ()),
+        *(("repeated channels",) if forward and weight.shape[0] > groups else ()),
         *(("pointwise",) if pointwise else ()),
         *(("few",) if few else ()),
         *(("scaled",) if wide else ()),
@@ -399,22 +415,26 @@ def interpolation(
     return ("linear", factors) if _LINEAR.get(mode) == x.dim() and not align_corners and set(factors) == {2} else None
 
 
-def _repeated(*args: Any, **kwargs: Any) -> Call | None:
-    """Nearest resampling to one position more: position i of n + 1 is position max(i - 1, 0) of n.
+def _resized(*args: Any, **kwargs: Any) -> Call | None:
+    """Nearest resampling to sizes that are no multiples, of which decoders ask for what their encoder has halved.
 
-    Transposed convolutions of stride 2 without output padding give one position less than what was halved.
+    To one position more, position i of n + 1 is position max(i - 1, 0) of n ("repeated"). To 2n - 1 and 2n + 1
+    ("resized") all positions but the last or the first are repeated as often as each other.
     """
     input, size, scale_factor, mode, _, antialias = _resize(*args, **kwargs)
     if size is None or scale_factor is not None or mode != "nearest" or antialias or not _takes(input):
         return None
     rank = input.dim() - 2
-    sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,) * rank
-    if len(sizes) != rank or not all(type(v) is int for v in sizes):
+    sizes = numbers(size, rank)
+    if sizes is None or min(sizes) < 1 or max(sizes) > LARGEST_RESIZED:
         return None
     more = [v - s for v, s in zip(sizes, input.shape[2:], strict=True)]
-    if max(sizes) > LARGEST_REPEATED or 1 not in more or not set(more) <= {0, 1}:
+    if set(more) <= {0, 1}:
+        return Call("repeated", tuple(n for extra in reversed(more) for n in (extra, 0)), input) if any(more) else None
+    if min(more) < 0:
         return None
-    return Call("repeated", tuple(n for extra in reversed(more) for n in (extra, 0)), input)
+    runs = tuple(kernels.runs_to(s, v) for s, v in zip(input.shape[2:], sizes, strict=True))
+    return Call("resized", runs, input) if max(map(len, runs)) <= MOST_RUNS else None
 
 
 def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Call | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt import ops as ops
@@ -46,24 +49,62 @@ def upsample_nearest(x: Tensor, factors: Sequence[int]) -> Tensor:
     """
     if x.is_cuda and is_dense_channels_last(x):
         return _OPS.upsample_nearest(x, list(factors))  # type: ignore[no-any-return]
-    if not is_dense_channels_last(x) and factors[-1] > 1:
+    return repeated(x, [((0, size, factor),) for size, factor in zip(x.shape[2:], factors, strict=True)])
+
+
+Run = tuple[int, int, int]  # from this position of a dim on, so many positions, each so often
+
+
+@functools.lru_cache(maxsize=1024)
+def runs_to(size: int, wanted: int) -> tuple[Run, ...]:
+    """How often ``F.interpolate(mode="nearest")`` repeats each position of a dim; those it leaves out are in none."""
+    sources = F.interpolate(torch.arange(size, dtype=torch.float32, device="cpu")[None, None], size=wanted)[0, 0]
+    positions, times = (t.tolist() for t in sources.int().unique_consecutive(return_counts=True))
+    runs: list[Run] = []
+    for position, often in zip(positions, times, strict=True):
+        start, count, last = runs[-1] if runs else (0, 0, 0)
+        if often == last and position == start + count:
+            runs[-1] = (start, count + 1, often)
+        else:
+            runs.append((position, 1, often))
+    return tuple(runs)
+
+
+def repeated(x: Tensor, runs: Sequence[tuple[Run, ...]]) -> Tensor:
+    """x [N, C, *S], contiguous or channels_last, with positions as often as the runs of each dim say; in its format."""
+    if not is_dense_channels_last(x) and any(times > 1 for *_, times in runs[-1]):
         # The last dim first, on the small tensor, so that whole rows can be copied after it.
-        wide = torch.empty((*x.shape, factors[-1]), dtype=x.dtype, device=x.device)
-        wide.copy_(x.unsqueeze(-1).expand(wide.shape))
-        x, factors = wide.flatten(-2), [*factors[:-1], 1]
-    if all(f == 1 for f in factors):
-        return x.contiguous() if not is_dense_channels_last(x) else x.clone()
-    out = _empty(x, [s * f for s, f in zip(x.shape[2:], factors, strict=True)])
+        once = [((0, size, 1),) for size in x.shape[2:-1]]
+        x = _copied(x, [*once, runs[-1]])
+        if list(runs[:-1]) == once:
+            return x
+        runs = [*runs[:-1], ((0, x.shape[-1], 1),)]
+    return _copied(x, runs)
+
+
+def _copied(x: Tensor, runs: Sequence[tuple[Run, ...]]) -> Tensor:
+    """:func:`repeated`, a copy for each combination of runs."""
+    out = _empty(x, [sum(count * times for _, count, times in of_dim) for of_dim in runs])
     last = is_dense_channels_last(x)
-    source, target = (t.movedim(1, -1) if last else t for t in (x, out))
-    source, target = _wide(source, target)
     first = 1 if last else 2
-    for i, factor in reversed(list(enumerate(factors))):
-        if factor > 1:
-            target = target.unflatten(first + i, (source.shape[first + i], factor))
-            source = source.unsqueeze(first + i + 1)
-    target.copy_(source.expand(target.shape))
+    whole = [t.movedim(1, -1) if last else t for t in (x, out)]
+    for parts in itertools.product(*map(_placed, runs)):
+        source, target = whole
+        for dim, (at, start, count, times) in enumerate(parts, first):
+            source, target = source.narrow(dim, start, count), target.narrow(dim, at, count * times)
+        if last or parts[-1][-1] == 1:
+            source, target = _wide(source, target)
+        for dim, (*_, count, times) in reversed(list(enumerate(parts, first))):
+            if times > 1:
+                target, source = target.unflatten(dim, (count, times)), source.unsqueeze(dim + 1)
+        target.copy_(source.expand(target.shape))
     return out
+
+
+def _placed(runs: Sequence[Run]) -> list[tuple[int, int, int, int]]:
+    """Runs behind the positions of the result that they begin at."""
+    ends = itertools.accumulate((count * times for _, count, times in runs), initial=0)
+    return [(at, *run) for at, run in zip(ends, runs, strict=False)]
 
 
 def cat_channels_last(tensors: Sequence[Tensor], dim: int = 1) -> Tensor:
@@ -108,14 +149,41 @@ def nearest_of_views(x: Tensor, factors: Sequence[int]) -> Tensor:
     return y.reshape(count, *whole, channels).movedim(-1, 1)
 
 
-def pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A convolution with a kernel of 1 to a few channels."""
+def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
+    """A kernel of 1, to a few channels."""
     return _OPS.group_norm_conv1x1(x, None, 0, None, None, 0.0, "none", weight, bias)  # type: ignore[no-any-return]
 
 
-def few(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
-    """A convolution to a few channels; ``rest``: its arguments as conv_add takes them."""
+def _few(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
+    """To a few channels."""
     return _OPS.group_norm_conv(x, None, 0, None, None, 0.0, "none", weight, bias, None, *rest)  # type: ignore[no-any-return]
+
+
+def _each_channel(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
+    """Depthwise, of one tap: a factor and a shift of each channel, for which PyTorch's elementwise kernels do."""
+    factor = weight.reshape(1, -1, *[1] * (x.dim() - 2))
+    return x * factor if bias is None else torch.addcmul(bias.reshape(factor.shape), x, factor)
+
+
+def _repeated_channels(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
+    """Depthwise, of several outputs a channel, by the kernels for one: each channel of x is there as often."""
+    *windows, groups, transposed = rest
+    channels, *spatial = x.shape[1:]
+    times = weight.shape[0] // channels
+    sizes = x.shape[0], channels * times, *spatial
+    wide = torch.empty(sizes, dtype=x.dtype, device=x.device, memory_format=format_of(x))
+    each = wide.unflatten(1, (channels, times))
+    each.copy_(x.unsqueeze(2).expand(each.shape))
+    return _conv_add(wide, weight, bias, None, *windows, groups * times, transposed, backend="kgopt")  # type: ignore[no-any-return]
+
+
+# Ways to compute a convolution that take nothing of what follows along; given its arguments as conv_add takes them.
+ALONE: dict[str, Callable[[Tensor, Tensor, Tensor | None, Sequence[Any]], Tensor]] = {
+    "pointwise": _pointwise,
+    "few": _few,
+    "each channel": _each_channel,
+    "repeated channels": _repeated_channels,
+}
 
 
 def scaled(

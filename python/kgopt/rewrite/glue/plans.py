@@ -139,7 +139,7 @@ def has_room(module: nn.Module) -> bool:
     if state is None or conv_of(module) is None:
         return False
     convs = (option for key, option in state.faster.items() if key[0] in ("conv", "upsampled"))
-    return any(option not in ("", "pointwise", "few") for option in convs)
+    return any(option and option not in kernels.ALONE for option in convs)
 
 
 HEADS = ("pointwise", "few", "scaled")  # options whose op takes the norm in front of the convolution, too
@@ -300,8 +300,8 @@ def _emit_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None, di
     tail = (*plan.rest, divisor, act)
     if plan.option == "scaled":
         return kernels.scaled(x, weight, bias, residual, *tail)
-    if plan.option in ("pointwise", "few"):
-        return _few(x, weight, bias, plan)
+    if plan.option in kernels.ALONE:
+        return kernels.ALONE[plan.option](x, weight, bias, plan.rest)
     if plan.carrier is not None and plan.carrier.on:
         return _OPS.conv_add_moments(x, weight, bias, residual, *tail, backend="kgopt")[0]  # type: ignore[no-any-return]
     if residual is not None or act != "none":
@@ -309,12 +309,6 @@ def _emit_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None, di
     assert plan.own is not None
     op, rest = plan.own
     return op(x, weight, bias, *rest, backend="kgopt")  # type: ignore[no-any-return]
-
-
-def _few(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvPlan) -> Tensor:
-    if plan.option == "pointwise":
-        return kernels.pointwise(x, weight, bias)
-    return kernels.few(x, weight, bias, plan.rest)
 
 
 def run_plan(
@@ -342,9 +336,9 @@ def run_plan(
     backend = "kgopt" if plan.option == "own" else "auto"
     if carrier is not None and carrier.on:
         y, moments = _conv_add_moments(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
-    elif plan.option in ("pointwise", "few"):
+    elif plan.option in kernels.ALONE:
         with below_autograd():  # gradients are off; the ops' Python kernels for them take time
-            y = _few(x, weight, bias, plan)
+            y = kernels.ALONE[plan.option](x, weight, bias, plan.rest)
     elif plan.option == "scaled":
         with below_autograd():
             y = kernels.scaled(x, weight, bias, residual, *plan.rest, divisor, act)

@@ -17,7 +17,7 @@ from kgopt._layout import format_of, is_dense_channels_last
 from kgopt.rewrite import classes, clocks, known, originals, verdicts, watching
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.formats import keeps
-from kgopt.rewrite.glue import kernels
+from kgopt.rewrite.glue import kernels, pools
 from kgopt.rewrite.glue.calls import CATS, FUNCTIONS, INTERPOLATE, Call, recognize, upsampled_by
 from kgopt.rewrite.glue.kernels import cat_of_views, nearest_of_views
 from kgopt.rewrite.glue.later import Upsampled, finding
@@ -27,7 +27,8 @@ from kgopt.rewrite.watching import OwnMode
 from kgopt.rewrite.wrapped import Wrapped
 
 _OPS = torch.ops.kgopt
-SMALL = 2**20  # bytes of the result, below which several launches cost more than they save
+SMALL = 2**20  # bytes, below which several launches cost more than they save
+CHANNELS = 16  # of a pooling that say what its errors are
 
 
 class _Replace(OwnMode):
@@ -152,7 +153,7 @@ def _fastest(call: Call, original: Callable[[], Tensor]) -> str:
     for option in call.options:
         try:
             expected, actual = original(), call.run(option)
-            if call.kind != "upsampled" and expected.numel() * expected.element_size() < SMALL:
+            if _is_small(call, expected):
                 continue
             if expected.stride() != actual.stride() and not call.keeps:
                 continue
@@ -166,11 +167,18 @@ def _fastest(call: Call, original: Callable[[], Tensor]) -> str:
     return best
 
 
+def _is_small(call: Call, y: Tensor) -> bool:
+    """Whether a call has little to do: what it writes tells, or what pooling reads."""
+    moved = call.x if call.kind == "pooled" else y
+    return call.kind != "upsampled" and moved.numel() * moved.element_size() < SMALL
+
+
 def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor, original: Callable[[], Tensor]) -> bool:
     """The same bits, or as accurate as PyTorch's."""
     if call.kind == "attention":
         return _is_right_attention(call, expected, actual)
-    if call.kind not in ("linear", "batch_norm", "conv", "upsampled"):
+    is_mean = call.kind == "pooled" and call.argument[0] == "mean"
+    if call.kind not in ("linear", "batch_norm", "conv", "upsampled") and not is_mean:
         return torch.equal(expected, actual)
     multiplies = call.kind in ("conv", "upsampled")
     if multiplies and torch.equal(expected, actual):
@@ -181,9 +189,14 @@ def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor, origina
         covered = call.more[0].shape[2:], call.argument[4]
     elif call.kind == "upsampled":
         covered = call.more[0].shape[2:], (1,) * (call.x.dim() - 2)
-    part = corner(call.x, *covered)
+    # A window of a pooling is no smaller in a corner.
+    part = call.x[:1, :CHANNELS].clone() if is_mean else corner(call.x, *covered)
     small = replace(call, x=part)
-    if call.kind == "linear":
+    if is_mean:
+
+        def theirs(x: Tensor, *more: Any) -> Tensor:
+            return pools.pooled_by_torch(x, pools.Pool(*call.argument))
+    elif call.kind == "linear":
         mode = f"{['', 'bi', 'tri'][call.x.dim() - 3]}linear"
 
         def theirs(x: Tensor, *more: Any) -> Tensor:
