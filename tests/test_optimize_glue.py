@@ -110,14 +110,6 @@ def test_what_traces_or_transforms_sees_pytorchs_functions(monkeypatch):
         torch.testing.assert_close(y, expected)
 
 
-def test_autocast_decides_the_dtype():
-    x = torch.randn(1, 2, 4, 6)
-    assert glue.recognize(F.interpolate, (x,), {"scale_factor": 2}) is not None
-    with torch.autocast("cpu", torch.bfloat16):
-        assert glue.recognize(F.interpolate, (x,), {"scale_factor": 2}) is None
-        assert glue.recognize(F.pad, (x, (1, 1, 1, 1), "replicate"), {}) is None
-
-
 def test_glue_and_layout_of_one_module():
     """Both wrap the forward; either can go first and leave first."""
     model = nn.Upsample(scale_factor=2)

@@ -32,6 +32,8 @@ from kgopt.torch_private import outside_of_tracing
 MARGIN = 0.9  # of the time in the model's format: what is between convolutions is not measured
 SECONDS = 60.0  # of measurements for a graph, after which it stays as it is
 _NAMES = {4: "images", 5: "volumes"}
+# Ways of glue/calls.py that a graph can hold; a bias is the compiler's.
+_IN_GRAPHS = ("own", "each channel", "pointwise", "few", "scaled")
 
 
 @dataclass
@@ -320,7 +322,7 @@ class _Convolution:
     def call(self) -> Call | None:
         """As one that kgopt may compute; the bias is the compiler's."""
         found = recognize(self.function, self.args, self.kwargs)  # type: ignore[arg-type]
-        if found is None:
+        if found is None or found.cast is not None:
             return None
-        options = tuple(option for option in found.options if option != "bias")
+        options = tuple(option for option in found.options if option in _IN_GRAPHS)
         return replace(found, options=options) if options else None

@@ -65,14 +65,15 @@ class Later:
         x = x.x if type(x) in (Upsampled, plans.Repeated) else x
         x = x.operands[-1] if type(x) is plans.Normalized else x
         sizes = plan.sizes if plan is not None else [*x.shape[:2], *(2 * s for s in x.shape[2:])]
-        if type(other) is not Tensor or other.dtype is not x.dtype or other.device != x.device:
+        dtype = x.dtype if plan is None or plan.cast is None else plan.cast
+        if type(other) is not Tensor or other.dtype is not dtype or other.device != x.device:
             return None
         if list(other.shape) != sizes or not lies_as(other, x):
             return None
         if plan is None:
             is_sum = act == "none" and (divisor is None or _is_one(divisor))
             return _upsample_linear(x, other) if is_sum else None
-        if prelu is not None:
+        if prelu is not None or not plan.takes(act):
             return None
         if divisor is None:
             return plans.run_plan(self.module, self.x, plan, other, act=act)
@@ -468,7 +469,7 @@ def _last_later(whole: nn.Sequential, x: Any) -> Any:
     arguments = {"size": last.size, "scale_factor": last.scale_factor, "mode": last.mode}
     arguments |= {"align_corners": last.align_corners, "recompute_scale_factor": last.recompute_scale_factor}
     call = recognize(INTERPOLATE, (x,), arguments)
-    if call is None or call.kind != "linear" or not state.enabled:
+    if call is None or call.kind != "linear" or call.cast is not None or not state.enabled:
         return last(x)
     if torch.compiler.is_compiling():
         return Later(last, x) if "linear" in state.kinds and not x.is_contiguous() else last(x)

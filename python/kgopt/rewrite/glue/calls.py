@@ -76,15 +76,26 @@ class Call:
     more: tuple[Any, ...] = ()  # the other tensors, of cat; weight and bias
     options: tuple[str, ...] = ("kgopt",)  # ways to replace it
     keeps: bool = False  # the result has x's memory format, whichever PyTorch would give
+    cast: torch.dtype | None = None  # of autocast, where that is on: a convolution's tensors are still to be cast
 
     @property
     def key(self) -> Any:
         """What a verdict holds for."""
         x = self.x
-        return self.kind, self.argument, self.keeps, x.shape, x.dtype, x.device, x.is_contiguous()
+        return self.kind, self.argument, self.keeps, self.cast, x.shape, x.dtype, x.device, x.is_contiguous()
+
+    def without_autocast(self) -> Call:
+        """What autocast makes of the call."""
+        if self.cast is None or self.kind != "conv":
+            return replace(self, cast=None)
+        more = tuple(None if t is None else t.to(self.cast) for t in self.more)
+        return replace(self, x=self.x.to(self.cast), more=more, cast=None)
 
     def run(self, option: str = "") -> Tensor:
         """The result in one of the ways; the first one by default."""
+        if self.cast is not None:
+            with torch.autocast(self.x.device.type, enabled=False):
+                return self.without_autocast().run(option)
         if self.kind == "conv":
             return self._convolve(option or self.options[0])
         if self.kind == "upsampled":
@@ -170,6 +181,17 @@ def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call 
     untouched = _UNTOUCHED.get(func)
     if untouched is None or not untouched():
         return None
+    found = _recognize(func, args, kwargs)
+    cast = None if found is None else _autocast_of(found.x)
+    return found if found is None or cast is None else replace(found, cast=cast)
+
+
+def _autocast_of(x: Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     try:
         if func is INTERPOLATE:
             found = interpolate_of(_takes, *args, **kwargs)
@@ -265,40 +287,50 @@ def _conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | No
     if found is None:
         return None
     (x, weight, bias), geometry = found
-    _, _, stride, padding, dilation, _, groups = geometry
-    transposed, rank = geometry[1], len(stride)
-    if not _takes(x) or x.dim() != rank + 2 or not _is_parameter_of(weight, x) or weight.dim() != rank + 2:
+    rank = len(geometry[2])
+    if not _takes(x) or x.dim() != rank + 2:
         return None
-    if bias is not None and not _is_parameter_of(bias, x):
+    cast = _autocast_of(x)
+    if not _is_parameter_of(weight, x, cast) or weight.dim() != rank + 2:
         return None
-    limit = NARROW_LAST if is_dense_channels_last(x) else NARROW
-    narrow = min(weight.shape[0], weight.shape[1] * groups) <= limit and x.is_cuda
-    depthwise = x.is_cuda and 1 < groups == x.shape[1] and x.dtype is not torch.float64
-    # One kernel reads x once for a few output channels.
-    ones, zeros = (1,) * rank, (0,) * rank
-    head = x.is_cuda and is_dense_channels_last(x) and (stride, groups) == (ones, 1) and not transposed
-    head = head and weight.shape[0] <= FEW
-    pointwise = head and weight.shape[2:] == ones and (padding, dilation) == (zeros, ones)
-    few = head and not pointwise and math.prod(weight.shape[2:]) * weight.shape[0] <= FEW_COLUMNS
-    few = few and (rank == 2 or (weight.shape[2] == 1 and padding is not None and padding[0] == 0))
-    wide = is_dense_channels_last(x) and accuracy.may_take_tf32(x) and groups == 1 and not transposed
-    wide = wide and weight.shape[0] >= WIDE and math.prod(weight.shape[1:]) >= WIDE_COLUMNS
-    forward = depthwise and not transposed
-    single = forward and weight.numel() == groups and (stride, padding) == (ones, zeros)
-    options = (
-        *(("bias",) if bias is not None else ()),
-        *(("own",) if narrow or depthwise else ()),
-        *(("each channel",) if single else ()),
-        *(("repeated channels",) if forward and weight.shape[0] > groups else ()),
-        *(("pointwise",) if pointwise else ()),
-        *(("few",) if few else ()),
-        *(("scaled",) if wide else ()),
-    )
+    if bias is not None and not _is_parameter_of(bias, x, cast):
+        return None
+    options = _ways(x, weight, bias is not None, geometry, cast is not None)
     if not options:
         return None
     # Two models may share a function, so its key says which weight it is about as far as that matters.
     of_weight = (weight.shape, weight.stride(), bias is None)
     return Call("conv", (*geometry, *of_weight), x, (weight, bias), options)
+
+
+def _ways(x: Tensor, weight: Tensor, biased: bool, geometry: tuple[Any, ...], is_cast: bool) -> tuple[str, ...]:
+    """To compute a convolution; ``is_cast``: of what autocast makes of its tensors."""
+    _, transposed, stride, padding, dilation, _, groups = geometry
+    rank, last = len(stride), is_dense_channels_last(x)
+    ones, zeros = (1,) * rank, (0,) * rank
+    limit = NARROW_LAST if last else NARROW
+    narrow = min(weight.shape[0], weight.shape[1] * groups) <= limit and x.is_cuda
+    depthwise = x.is_cuda and 1 < groups == x.shape[1] and x.dtype is not torch.float64
+    forward = depthwise and not transposed
+    single = forward and weight.numel() == groups and (stride, padding) == (ones, zeros)
+    # One kernel reads x once for a few output channels.
+    head = x.is_cuda and last and (stride, groups) == (ones, 1) and not transposed and not is_cast
+    head = head and weight.shape[0] <= FEW
+    pointwise = head and weight.shape[2:] == ones and (padding, dilation) == (zeros, ones)
+    few = head and not pointwise and math.prod(weight.shape[2:]) * weight.shape[0] <= FEW_COLUMNS
+    few = few and (rank == 2 or (weight.shape[2] == 1 and padding is not None and padding[0] == 0))
+    wide = last and not is_cast and accuracy.may_take_tf32(x) and groups == 1 and not transposed
+    wide = wide and weight.shape[0] >= WIDE and math.prod(weight.shape[1:]) >= WIDE_COLUMNS
+    ways = {
+        "bias": biased,
+        "own": narrow or depthwise,
+        "each channel": single,
+        "repeated channels": forward and weight.shape[0] > groups,
+        "pointwise": pointwise,
+        "few": few,
+        "scaled": wide,
+    }
+    return tuple(way for way, is_one in ways.items() if is_one)
 
 
 def padding_of(conv: Any, rank: int) -> tuple[int, ...] | None:
@@ -350,18 +382,21 @@ def upsampled(
     return Call("upsampled", (factors, padding, groups, *of_weight), x, (weight, bias), options)
 
 
-def _is_parameter_of(p: Any, x: Tensor) -> bool:
-    """A plain tensor of x's dtype and device, of which nobody wants a gradient now."""
+def _is_parameter_of(p: Any, x: Tensor, cast: torch.dtype | None = None) -> bool:
+    """A plain tensor of x's dtype and device, of which nobody wants a gradient now. ``cast``: both will be cast to it,
+    as autocast does with all but float64.
+    """
     if type(p) not in (Tensor, nn.Parameter) or p.layout is not torch.strided:
         return False
-    return p.dtype is x.dtype and p.device == x.device and not (torch.is_grad_enabled() and p.requires_grad)
+    alike = p.dtype is x.dtype if cast is None else torch.float64 not in (p.dtype, x.dtype)
+    return alike and p.device == x.device and not (torch.is_grad_enabled() and p.requires_grad)
 
 
 def _takes(x: Any) -> bool:
-    """A plain tensor whose result has its own dtype: autocast gives float32 for some of these functions."""
+    """A plain tensor, of which nobody wants a gradient now."""
     if type(x) is not Tensor or not x.is_floating_point() or x.layout is not torch.strided or x.dim() not in (4, 5):
         return False
-    if (torch.is_grad_enabled() and x.requires_grad) or torch.is_autocast_enabled(x.device.type):
+    if torch.is_grad_enabled() and x.requires_grad:
         return False
     return x.numel() > 0 and (x.is_contiguous() or is_dense_channels_last(x))
 

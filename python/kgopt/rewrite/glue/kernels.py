@@ -161,8 +161,9 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any]) ->
 
 def _each_channel(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:
     """Depthwise, of one tap: a factor and a shift of each channel, for which PyTorch's elementwise kernels do."""
-    factor = weight.reshape(1, -1, *[1] * (x.dim() - 2))
-    return x * factor if bias is None else torch.addcmul(bias.reshape(factor.shape), x, factor)
+    ones = [1] * len(rest[0])
+    factor = weight.reshape(1, -1, *ones)
+    return x * factor if bias is None else torch.addcmul(bias.reshape(1, -1, *ones), x, factor)
 
 
 def _repeated_channels(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any]) -> Tensor:

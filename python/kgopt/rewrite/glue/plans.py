@@ -58,6 +58,12 @@ class ConvPlan:
     adds: bool = False  # conv_add is the way to add something to the result
     carrier: carry.Carrier | None = None  # where the result is large enough for its moments to pay
     upsampled: tuple[Any, ...] = ()  # of x that is still to be upsampled: factors, padding, groups
+    cast: torch.dtype | None = None  # autocast's: x and the parameters are cast first
+
+    def takes(self, act: str) -> bool:
+        """Whether an activation behind it may be part of its op. Under autocast PyTorch's softplus gives float32."""
+        return self.adds and (self.cast is None or "softplus" not in act)
+
     border: Border | None = None  # is put around x first
 
 
@@ -90,7 +96,9 @@ class GlueState:
     def settle(self) -> None:
         """Says for compiled code what was measured."""
         self.always, self.folds = {}, {}
-        for (kind, *_, contiguous), option in self.faster.items():
+        for (kind, _, _, cast, *_, contiguous), option in self.faster.items():
+            if cast is not None:
+                continue  # in compiled code autocast is the compiler's
             how = self.folds if kind == "upsampled" else self.always
             how[contiguous] = option if how.get(contiguous, option) == option else ""
         self.kinds = _compiled_kinds(self.faster)
@@ -127,8 +135,8 @@ def _compiled_kinds(faster: dict[Any, str]) -> tuple[str, ...]:
     Nearest upsampling is the compiler's own in either case: what matters is that its result may be channels_last.
     """
     found: dict[str, bool] = {}
-    for (kind, _, kept, *_, contiguous), how in faster.items():
-        if not contiguous and kind in ("linear", "nearest"):
+    for (kind, _, kept, cast, *_, contiguous), how in faster.items():
+        if cast is None and not contiguous and kind in ("linear", "nearest"):
             found[kind] = found.get(kind, True) and kept and (kind == "nearest" or bool(how))
     return tuple(kind for kind, always in found.items() if always)
 
@@ -171,17 +179,20 @@ def plan_of(conv: Any, x: Any) -> ConvPlan | None:
         return _compiled_plan(conv, x)
     knows = conv.__dict__.get("_kgopt")
     state: GlueState | None = None if knows is None else knows.glue
-    if state is None or not state.enabled or type(x) is not Tensor or watching.is_autocast(x):
+    if state is None or not state.enabled or type(x) is not Tensor:
+        return None
+    cast = watching.autocast_of(x)
+    if cast is not None and (factors or pad or is_normalized or conv.padding_mode != "zeros"):
         return None
     parameters = conv._parameters
     if "weight" not in parameters or "bias" not in parameters or hides_parameters(conv):  # pruned, parametrized
         return None
     weight, bias = parameters["weight"], parameters["bias"]
-    if type(weight) is not nn.Parameter or weight.dtype is not x.dtype:
+    if type(weight) is not nn.Parameter or (weight.dtype is not x.dtype and cast is None):
         return None
-    if bias is not None and (type(bias) is not nn.Parameter or bias.dtype is not x.dtype):
+    if bias is not None and (type(bias) is not nn.Parameter or (bias.dtype is not x.dtype and cast is None)):
         return None
-    key = (x.shape, x.stride(), x.dtype, x.device, weight.stride(), factors, pad)
+    key = (x.shape, x.stride(), x.dtype, x.device, weight.dtype, weight.stride(), factors, pad, cast)
     plan: ConvPlan | None = state.plans.get(key)
     mode = conv.padding_mode
     module: tuple[Any, ...] = (conv.stride, conv.padding, conv.dilation, conv.output_padding, conv.groups, mode)
@@ -222,11 +233,12 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
     option = state.faster.get(call.key, "")
     # conv_add chooses its convolution itself; the same one, where that is kgopt's.
     carrier = None
-    if option == "own" and carry.is_worth(math.prod(call.sizes) * x.element_size()):
+    if option == "own" and call.cast is None and carry.is_worth(math.prod(call.sizes) * x.element_size()):
         carrier = state.carrier
     _, rest = call.own
     own = ops.without_grad(kind), rest
-    return ConvPlan(option, module, call.rest, call.sizes, own, option in ("own", "bias", "scaled"), carrier)
+    adds = option in ("own", "bias", "scaled")
+    return ConvPlan(option, module, call.rest, call.sizes, own, adds, carrier, cast=call.cast)
 
 
 def _make_bordered_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) -> ConvPlan:
@@ -325,6 +337,8 @@ def run_plan(
         x = x.value()
     parameters = conv._parameters
     weight, bias = parameters["weight"], parameters["bias"]
+    if plan.cast is not None:
+        x, weight, bias = (None if t is None else t.to(plan.cast) for t in (x, weight, bias))
     if plan.border is not None:
         x = plan.border.around(x)
     if plan.upsampled:
@@ -526,7 +540,7 @@ def with_named(conv: Any, act: str, x: Any) -> Tensor | None:
     if act == PRELU or conv_of(conv) is None or not is_as_is(conv) or any_global_hooks() or not may_plan():
         return None
     plan = plan_of(conv, x)
-    return None if plan is None or not plan.adds else run_plan(conv, x, plan, act=act)
+    return None if plan is None or not plan.takes(act) else run_plan(conv, x, plan, act=act)
 
 
 def conv_forward(forward: Callable[..., Any]) -> Callable[..., Any]:

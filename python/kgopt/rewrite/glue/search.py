@@ -64,7 +64,7 @@ class _Upsample(OwnMode):
         kwargs = kwargs or {}
         if func is INTERPOLATE or func in CATS:
             call = recognize(func, args, kwargs)
-            if call is not None and is_dense_channels_last(call.x):
+            if call is not None and call.cast is None and is_dense_channels_last(call.x):
                 if call.kind == "linear" and "linear" in self.kinds:
                     return _OPS.upsample_linear(call.x)
                 if call.kind == "nearest" and "nearest" in self.kinds:
@@ -121,7 +121,7 @@ class _Find(OwnMode):
                 found = self.found.setdefault(owner, {})
                 if call.key not in found:
                     original = functools.partial(func, *args, **kwargs)
-                    found[call.key] = call.options[0] if self.always else verdict(call, original)
+                    found[call.key] = _first(call, original) if self.always else verdict(call, original)
                 if call.keeps and found[call.key]:  # what comes next will be given this format
                     return call.run(found[call.key])
         return func(*args, **kwargs)
@@ -147,6 +147,11 @@ def verdict(call: Call, original: Callable[[], Tensor]) -> str:
     return option
 
 
+def _first(call: Call, original: Callable[[], Tensor]) -> str:
+    """Whatever is faster: autocast has some functions give float32."""
+    return call.options[0] if call.cast is None or original().dtype is call.run().dtype else ""
+
+
 def _fastest(call: Call, original: Callable[[], Tensor]) -> str:
     """The option that keeps the GPU busy for the shortest time; "": PyTorch's, or a result too small to matter."""
     best, least = "", float("inf")
@@ -155,9 +160,9 @@ def _fastest(call: Call, original: Callable[[], Tensor]) -> str:
             expected, actual = original(), call.run(option)
             if _is_small(call, expected):
                 continue
-            if expected.stride() != actual.stride() and not call.keeps:
+            if expected.dtype is not actual.dtype or (expected.stride() != actual.stride() and not call.keeps):
                 continue
-            if not _is_right(call, option, expected, actual, original):
+            if not _is_right(call, option, expected, actual):
                 continue
             before, after = clocks.busy_both(original, functools.partial(call.run, option), call.x.device)
         except (torch.OutOfMemoryError, RuntimeError):
@@ -173,8 +178,11 @@ def _is_small(call: Call, y: Tensor) -> bool:
     return call.kind != "upsampled" and moved.numel() * moved.element_size() < SMALL
 
 
-def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor, original: Callable[[], Tensor]) -> bool:
+def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor) -> bool:
     """The same bits, or as accurate as PyTorch's."""
+    if call.cast is not None:
+        with torch.autocast(call.x.device.type, enabled=False):
+            return _is_right(call.without_autocast(), option, expected, actual)
     if call.kind == "attention":
         return _is_right_attention(call, expected, actual)
     is_mean = call.kind == "pooled" and call.argument[0] == "mean"
