@@ -90,7 +90,15 @@ def test_what_is_recognized():
     for size in ((7, 6), (9, 12), (8, 11), (5, 13), 11):
         assert known({"size": size}).kind == "resized"
     assert glue.recognize(F.pad, (x, (1, 1, 1, 1), "replicate"), {}).argument == (1, 1, 1, 1)
-    for pad, mode in (((1, 1, 1, 1), "constant"), ((1, -1, 1, 1), "replicate"), ((1, 1), "replicate")):
+    assert glue.recognize(F.pad, (x, (5, 0, 3, 1), "reflect"), {}).argument == (5, 0, 3, 1)
+    for pad, mode in (
+        ((1, 1, 1, 1), "constant"),
+        ((1, 1, 1, 1), "circular"),
+        ((1, -1, 1, 1), "replicate"),
+        ((1, 1), "replicate"),
+        ((6, 1, 1, 1), "reflect"),
+        ((1, 1, 1, 4), "reflect"),
+    ):
         assert glue.recognize(F.pad, (x, pad, mode), {}) is None
     assert glue.recognize(F.interpolate, (x.transpose(2, 3),), {"scale_factor": 2}) is None
     assert glue.recognize(F.interpolate, (x.int(),), {"scale_factor": 2}) is None
@@ -155,6 +163,25 @@ def test_other_sizes_have_the_bits_of_pytorch(shape, size, channels_last, dtype,
     assert call.kind == "resized"
     y = call.run()
     assert torch.equal(y, F.interpolate(x, size=size))
+    assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    ("shape", "pad"),
+    [
+        ((2, 8, 5, 7), (1, 1, 1, 1)),
+        ((1, 3, 5, 7), (6, 2, 0, 4)),
+        ((1, 16, 3, 4, 8), (1, 1, 1, 1, 1, 1)),
+        ((2, 4, 3, 4, 5), (0, 3, 2, 0, 2, 1)),
+        ((1, 2, 1, 4), (0, 0, 0, 0)),
+    ],
+)
+def test_reflection_has_the_bits_of_pytorch(shape, pad, channels_last, dtype, device, poisoned):
+    x = draw(shape, dtype, channels_last, device)
+    y = glue.recognize(F.pad, (x, pad, "reflect"), {}).run()
+    assert torch.equal(y, F.pad(x, pad, "reflect"))
     assert y.is_contiguous(memory_format=FORMATS[x.dim()] if channels_last else torch.contiguous_format)
 
 

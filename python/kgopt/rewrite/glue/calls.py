@@ -96,45 +96,14 @@ class Call:
         if self.cast is not None:
             with torch.autocast(self.x.device.type, enabled=False):
                 return self.without_autocast().run(option)
-        if self.kind == "conv":
-            return self._convolve(option or self.options[0])
-        if self.kind == "upsampled":
-            return kernels.upsampled_conv(option or self.options[0], self.x, *self.more, *self.argument[:3])
-        if self.kind == "attention":
-            key, value = self.more
-            return kernels.attention(self.x, key, value, self.argument[0])
-        if self.kind == "batch_norm":
-            mean, var, weight, bias = self.more
-            return kernels.batch_norm(self.x, mean, var, weight, bias, self.argument[0])
-        if self.kind == "cat":
-            return kernels.cat_channels_last((self.x, *self.more), self.argument[0])
-        if self.kind == "nearest":
-            return kernels.upsample_nearest(self.x, self.argument)
-        if self.kind == "resized":
-            return kernels.repeated(self.x, self.argument)
-        if self.kind == "max_pool":
-            return _OPS.max_pool(self.x, *map(list, self.argument))  # type: ignore[no-any-return]
-        if self.kind == "pooled":
-            return pools.pooled(self.x, pools.Pool(*self.argument), self.keeps)
-        if self.kind == "linear":
-            return _OPS.upsample_linear(self.x)  # type: ignore[no-any-return]
-        return _OPS.pad_replicate(self.x, list(self.argument))  # type: ignore[no-any-return]
+        return _RUN[self.kind](self, option or self.options[0])
 
     def inside(self, keeps: bool) -> Call:
-        """The call as it may run in a model that keeps channels_last, where the format is no part of what it means: of
-        some tensors PyTorch's upsampling and padding give contiguous ones, which the next convolution converts back.
+        """The call as it may run in a model that keeps channels_last, where the format is no part of what it means:
+        contiguous results are converted back by the next convolution.
         """
-        of_kind = self.kind in (
-            "nearest",
-            "linear",
-            "replicate",
-            "repeated",
-            "resized",
-            "max_pool",
-            "pooled",
-            "upsampled",
-        )
-        return replace(self, keeps=True) if keeps and of_kind and is_dense_channels_last(self.x) else self
+        loses = self.kind in _LOSE_FORMAT and is_dense_channels_last(self.x)
+        return replace(self, keeps=True) if keeps and loses else self
 
     @property
     def sizes(self) -> list[int]:
@@ -174,6 +143,25 @@ class Call:
         if option == "auto":  # the op, and its gradients, by the kernels that it chooses
             return op(self.x, *self.more, *rest)  # type: ignore[no-any-return]
         return op(self.x, *self.more, *rest, backend="kgopt")  # type: ignore[no-any-return]
+
+
+_RUN: dict[str, Callable[[Call, str], Tensor]] = {
+    "conv": lambda call, option: call._convolve(option),
+    "upsampled": lambda call, option: kernels.upsampled_conv(option, call.x, *call.more, *call.argument[:3]),
+    "attention": lambda call, _: kernels.attention(call.x, call.more[0], call.more[1], call.argument[0]),
+    "batch_norm": lambda call, _: kernels.batch_norm(call.x, *call.more, call.argument[0]),  # type: ignore[call-arg]
+    "cat": lambda call, _: kernels.cat_channels_last((call.x, *call.more), call.argument[0]),
+    "nearest": lambda call, _: kernels.upsample_nearest(call.x, call.argument),
+    "resized": lambda call, _: kernels.repeated(call.x, call.argument),
+    "linear": lambda call, _: _OPS.upsample_linear(call.x),
+    "max_pool": lambda call, _: _OPS.max_pool(call.x, *map(list, call.argument)),
+    "pooled": lambda call, _: pools.pooled(call.x, pools.Pool(*call.argument), call.keeps),
+    "replicate": lambda call, _: _OPS.pad_replicate(call.x, list(call.argument)),
+    "repeated": lambda call, _: _OPS.pad_replicate(call.x, list(call.argument)),
+    "reflect": lambda call, _: kernels.pad_reflect(call.x, call.argument),
+}
+# Of some tensors PyTorch's kernels for these give contiguous ones.
+_LOSE_FORMAT = frozenset(_RUN) - {"conv", "attention", "batch_norm", "cat"}
 
 
 def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -473,11 +461,13 @@ def _resized(*args: Any, **kwargs: Any) -> Call | None:
 
 
 def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Call | None:
-    if mode != "replicate" or not _takes(input) or not isinstance(pad, (tuple, list)):
+    if mode not in ("replicate", "reflect") or not _takes(input) or not isinstance(pad, (tuple, list)):
         return None
     if len(pad) != 2 * (input.dim() - 2) or any(not isinstance(p, int) or p < 0 for p in pad):
         return None
-    return Call("replicate", tuple(pad), input)
+    if mode == "reflect" and any(p >= input.shape[-1 - i // 2] for i, p in enumerate(pad)):
+        return None  # PyTorch refuses it
+    return Call(mode, tuple(pad), input)
 
 
 def _batch_norm(

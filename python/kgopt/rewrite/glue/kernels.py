@@ -128,6 +128,24 @@ def cat_of_views(tensors: Sequence[Tensor], dim: int = 1) -> Tensor:
     return torch.cat([t.movedim(1, -1) for t in tensors], dim).movedim(-1, 1)
 
 
+def pad_reflect(x: Tensor, pad: Sequence[int]) -> Tensor:
+    """``F.pad(x, pad, mode="reflect")``, bit for bit, in x's memory format: x as it is, then the borders dim by dim."""
+    around = [tuple(pad[2 * i : 2 * i + 2]) for i in reversed(range(len(pad) // 2))]  # before and after, by dim
+    out = _empty(x, [size + sum(both) for size, both in zip(x.shape[2:], around, strict=True)])
+    inner = [out]  # of the first dims only the part that x fills
+    for dim, (before, _) in enumerate(around, 2):
+        inner.append(inner[-1].narrow(dim, before, x.shape[dim]))
+    last = is_dense_channels_last(x)
+    source, target = _wide(*(t.movedim(1, -1) if last else t for t in (x, inner.pop())))
+    target.copy_(source)
+    for dim, (before, after) in reversed(list(enumerate(around, 2))):
+        part, end = inner.pop(), before + x.shape[dim]
+        for to, start, count in ((0, before + 1, before), (end, end - 1 - after, after)):
+            if count:
+                part.narrow(dim, to, count).copy_(part.narrow(dim, start, count).flip(dim))
+    return out
+
+
 def dense_channels_last(x: Tensor) -> Tensor:
     """A copy of a tensor whose channels lie side by side, dense, in channels_last."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=FORMATS[x.dim()])

@@ -39,11 +39,13 @@ class Border(NamedTuple):
 
     sizes: tuple[int, ...]  # as F.pad has them
     mode: str
-    ours: bool  # by kgopt's op
+    ours: bool  # in kgopt's way
 
     def around(self, x: Tensor) -> Tensor:
         """x with it."""
-        return _pad_replicate(x, self.sizes) if self.ours else PAD(x, self.sizes, self.mode)  # type: ignore[no-any-return]
+        if not self.ours:
+            return PAD(x, self.sizes, self.mode)  # type: ignore[no-any-return]
+        return _OWN_PADS[self.mode](x, self.sizes)  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -384,7 +386,7 @@ def _run_repeated(conv: Any, x: Repeated, plan: ConvPlan, residual: Tensor | Non
 
 
 _conv_add, _conv_add_moments = map(ops.without_grad, ("conv_add", "conv_add_moments"))
-_pad_replicate = ops.without_grad("pad_replicate")
+_OWN_PADS = {"replicate": ops.without_grad("pad_replicate"), "reflect": kernels.pad_reflect}
 
 
 def may_plan() -> bool:
