@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt.rewrite.glue.pools import Pool, is_even, is_worth, pooled
+from kgopt.torch_private import ADAPTIVE_MEANS
 
 
 def _replication_pad_backward(dy: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
@@ -69,8 +70,6 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.replication_pad1d_backward.default: _replication_pad_backward,
     torch.ops.aten.replication_pad2d_backward.default: _replication_pad_backward,
     torch.ops.aten.replication_pad3d_backward.default: _replication_pad_backward,
-    torch.ops.aten._adaptive_avg_pool2d.default: _adaptive_avg_pool,
-    torch.ops.aten._adaptive_avg_pool3d.default: _adaptive_avg_pool,
-    torch.ops.aten._adaptive_avg_pool2d_backward.default: _adaptive_avg_pool_backward,
-    torch.ops.aten._adaptive_avg_pool3d_backward.default: _adaptive_avg_pool_backward,
 }
+if ADAPTIVE_MEANS is not None:
+    DECOMPOSITIONS.update(zip(ADAPTIVE_MEANS, (_adaptive_avg_pool, _adaptive_avg_pool_backward) * 2, strict=True))

@@ -11,6 +11,7 @@ stand for it, the name ``torch.nn.Module`` does.
 """
 
 from kgopt.torch_private.compilers import (
+    ADAPTIVE_MEANS,
     BACKENDS,
     DYNAMO,
     INDUCTOR_LOG,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kgopt.torch_private.lookup import when_needed
+from kgopt.torch_private.lookup import privates, when_needed
 
 _inductor = when_needed(
     ("torch._inductor.compile_fx.compile_fx", "torch._inductor.list_mode_options"),
@@ -43,6 +43,13 @@ def compile_graph(
 _decompositions = when_needed(
     ("torch._inductor.decomposition.select_decomp_table", "torch._inductor.config.patch"),
     "gradients of ATen's ops are ATen's kernels in compiled code",
+)
+
+
+# Forward and backward of images, then of volumes.
+ADAPTIVE_MEANS = privates(
+    [f"torch.ops.aten._adaptive_avg_pool{rank}d{of}.default" for rank in (2, 3) for of in ("", "_backward")],
+    "adaptive pooling is ATen's kernels in compiled code",
 )
 
 
