@@ -40,15 +40,15 @@ def test_a_short_run_passes(tmp_path):
 
 
 def test_a_leak_is_found(soak, monkeypatch):
-    """256 KiB a call, over 150 calls, are far more than the slack; of the system's own memory, since a process that ran
+    """1 MiB a call, over 40 calls, is far more than the slack; of the system's own memory, since a process that ran
     other tests may have as much to spare in its heap.
     """
-    settings = soak.parse([*SMALL, "--calls", "200"])
+    settings = soak.parse([*SMALL, "--warm", "20", "--calls", "60"])
     threads, forward, kept = torch.get_num_threads(), soak.Net.forward, []
 
     def leaking(self, x):
-        kept.append(mmap.mmap(-1, 2**18))
-        kept[-1].write(b"x" * 2**18)
+        kept.append(mmap.mmap(-1, 2**20))
+        kept[-1].write(b"x" * 2**20)
         return forward(self, x)
 
     eager = soak.run(False, settings, 0)
