@@ -26,6 +26,7 @@ from kgopt.rewrite import (
     mapped_graphs,
     originals,
     padded_graphs,
+    plain_graphs,
     policy,
     upsampled_graphs,
     whole_graphs,
@@ -48,7 +49,10 @@ from kgopt.torch_private import compile_graph, mode_options
 
 _LOG = logging.getLogger("kgopt.rewrite")
 
-_NORMS = {f: n for f, n in ((F.group_norm, "group"), (F.instance_norm, "instance")) if originals.is_torchs(f)}
+_NORMS: dict[Any, str] = {
+    f: n for f, n in ((F.group_norm, "group"), (F.instance_norm, "instance")) if originals.is_torchs(f)
+}
+_NORMS[plain_graphs.group_norm_in_float32] = "group"
 _PRODUCTS = {f: f is operator.imul for f in (operator.mul, operator.imul, torch.mul) if originals.is_torchs(f)}
 _ADDCMUL = torch.addcmul if originals.is_torchs(torch.addcmul) else None
 _FUNCTIONS_WITH_NUMBER = {
@@ -145,7 +149,7 @@ def rewrite_graph(
     global last_report
     graph = graph_module.graph
     report, glue = Report(), []
-    is_changed = _join_silu(graph)
+    is_changed = plain_graphs.simplify(graph)
     swapped = mapped_graphs.swap(graph_module, may_write)
     if swapped:
         glue.append(f"convolutions ahead of nearest upsampling: {', '.join(swapped)}")
@@ -169,6 +173,7 @@ def rewrite_graph(
         if not row.reason:
             row.became = found.chain.becomes
         report.sites.append(row)
+    plain_graphs.restore(graph)
     moved = formats.write(graph_module)
     report.glue = "; ".join([*glue, *([moved] if moved else [])])
     if is_changed or report.changes:
@@ -178,42 +183,6 @@ def rewrite_graph(
     if report.glue or report.sites:
         _LOG.info("%s", report)
     return report
-
-
-_SIGMOIDS = {f for f in (torch.sigmoid, F.sigmoid) if originals.is_torchs(f)}
-_MULTIPLY = {f for f in (operator.mul, torch.mul) if originals.is_torchs(f)}
-
-
-def _join_silu(graph: fx.Graph) -> bool:
-    """Writes ``x * sigmoid(x)`` as the one function that it is; whether there was one."""
-    found = False
-    for node in list(graph.nodes):
-        if node.target not in _MULTIPLY or len(node.args) != 2 or node.kwargs or not _are_nodes(node.args):
-            continue
-        for x, gate in (node.args, node.args[::-1]):
-            if not _is_sigmoid(gate) or gate.args[0] is not x or list(gate.users) != [node]:
-                continue
-            given = value(x)
-            if not isinstance(given, Tensor) or not given.is_floating_point():  # which is SiLU's alone
-                continue
-            if not is_written_between(gate, node):
-                with graph.inserting_before(node):
-                    made = graph.call_function(F.silu, (x,))
-                made.meta = dict(node.meta)
-                node.replace_all_uses_with(made)
-                graph.erase_node(node)
-                graph.erase_node(gate)
-                found = True
-                break
-    return found
-
-
-def _is_sigmoid(node: fx.Node) -> bool:
-    if len(node.args) != 1 or node.kwargs:
-        return False
-    if node.op == "call_method":
-        return node.target == "sigmoid" and originals.untouched(*originals.methods(("sigmoid",)))()
-    return node.op == "call_function" and node.target in _SIGMOIDS and originals.runs_as_is(node.target)
 
 
 def _write_all(dims_last: Sequence[int], graph_module: fx.GraphModule, maps: bool = True) -> None:

@@ -270,7 +270,7 @@ def run_torch(chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs) ->
     elif chain.norm == "instance":
         y = F.instance_norm(y, weight=norm.weight, bias=norm.bias, eps=norm.eps)
     else:
-        y = F.group_norm(y, norm.num_groups, norm.weight, norm.bias, norm.eps)
+        y = _torch_group_norm(y, norm)
     y = F.prelu(y, norm.slope) if chain.has_prelu else torch_activation(y, chain.post)
     if chain.residual:
         y = x + y
@@ -278,6 +278,14 @@ def run_torch(chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs) ->
         dims = list(range(1, y.dim())) if chain.dims is None else list(chain.dims)
         y = torch.mean(y, dims, chain.keepdim) if chain.reduce == "mean" else torch.logsumexp(y, dims, chain.keepdim)
     return y
+
+
+def _torch_group_norm(x: Tensor, norm: NormArgs) -> Tensor:
+    """Half precision beside float32 parameters: as the classes do that compute in float32."""
+    is_mixed = any(p is not None and p.dtype is not x.dtype for p in (norm.weight, norm.bias))
+    given = x.float() if is_mixed and not torch.is_autocast_enabled(x.device.type) else x
+    y = F.group_norm(given, norm.num_groups, norm.weight, norm.bias, norm.eps)
+    return y if given is x else y.to(x.dtype)
 
 
 def as_torch_is_contiguous(chain: Chain, device: torch.device) -> bool:

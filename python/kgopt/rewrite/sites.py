@@ -51,6 +51,12 @@ _handed = _Handed()
 LEAVES: dict[str, list[Any]] = {"group": [], "instance": []}  # filled by rewrite/norms.py
 
 
+def narrows(norm: Any, x: Tensor) -> bool:
+    """Whether a norm of a user's class computes x, of half precision, in float32 and gives half precision back."""
+    derived = getattr(type(norm), "_kgopt_derived", None)
+    return derived is not None and derived.is_narrowed(norm, x)
+
+
 class Site:
     """One chain in a forward.
 
@@ -193,7 +199,11 @@ class Site:
         if derived is None or leaf._kgopt_made is not leaf or derived.kind != self.chain.norm:
             return False
         holds = derived.holds if derived.site is self else derived.holds_alone
-        return self.are_others_untouched() and bool(holds(norm, x))
+        if not self.are_others_untouched() or not holds(norm, x):
+            return False
+        # Under autocast the other ops have a rule of their own.
+        is_autocast = not self.short and isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type)
+        return not (is_autocast and narrows(norm, x))
 
     def ready_inside(self, norm: Any, x: Any) -> bool:
         """:meth:`ready` for a chain of the norm alone, asked by its own forward: hooks run around that."""
@@ -235,12 +245,14 @@ class Site:
     def run(self, *operands: Any, half: bool = False) -> Tensor:
         """The chain's value. Only after :meth:`ready` with the same operands.
 
-        ``half``: under autocast, the norm keeps the dtype of what it is given.
+        ``half``: under autocast, the norm keeps the dtype of what it is given; so does one that computes in float32.
         """
         x, norm = operands[-1], operands[self.norm_at]
         call = None if _is_compiling() else self._handed(norm)
+        is_narrowed = type(norm) is not self.leaf and narrows(norm, x)
         if call is not None:
             (_, n), cast = call[1], call[2]
+            half = half or is_narrowed
             if _is_grad_enabled() and not self.chain.conv and (half or self.spares_x or not x.is_contiguous()):
                 x = self.kept(norm, n, x)
             if self.short:
@@ -252,7 +264,7 @@ class Site:
             if self.fused is not None and cast is None:
                 y = emit_kgopt(self.chain, self._call_fused, x, 0, *call[1])
                 return y if keeps_format(norm) else as_torch(self.chain, x, y)
-        half = half or (self.keeps_dtype and torch.is_autocast_enabled(x.device.type))
+        half = half or ((self.keeps_dtype or is_narrowed) and torch.is_autocast_enabled(x.device.type))
         if torch.compiler.is_compiling():
             for operand in operands[:-1]:
                 guard_methods(operand)

@@ -18,7 +18,7 @@ import ast
 import inspect
 import types
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ from kgopt.rewrite.standing import Standing
 
 _ARGUMENTS = ("num_groups", "weight", "bias", "eps")  # of F.group_norm after x, and attributes of nn.GroupNorm
 _CASTS = ("float", "to", "type", "type_as")
+_HALVES = (torch.float16, torch.bfloat16)
 _MISSING = object()
 
 # What an instance must say for a branch to run: the attribute, whether it is compared with None, the answer.
@@ -68,11 +69,16 @@ def _answer(module: Any, test: tuple[str, bool]) -> Any:
     return value is None if none else value if type(value) is bool else None
 
 
-class _Reading(Reading):
-    """A forward, run on the one value that it is given.
+class _Value(NamedTuple):
+    """What an expression gives: the forward's argument after so many steps, the norm counted, or its dtype."""
 
-    A local variable is the value after so many steps, the norm counted; -1: its dtype.
-    """
+    steps: int
+    is_wide: bool = False  # in float32, whatever the argument's dtype is
+    is_dtype: bool = False
+
+
+class _Reading(Reading):
+    """A forward, run on the one value that it is given."""
 
     def __init__(self, base: Any, cls: Any, function: types.FunctionType, ask: Any) -> None:
         tree = parse(function)
@@ -81,16 +87,19 @@ class _Reading(Reading):
         if len(given) != 2 or arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults:
             raise UnreadError
         # Of the places: global names, attributes of modules, what super() reaches.
-        super().__init__(function, Places(), {given[1]: 0}, self_name=given[0])
+        super().__init__(function, Places(), {given[1]: _Value(0)}, self_name=given[0])
         self.base, self.cls, self.ask = base, cls, ask
         self.tests: dict[tuple[str, bool], bool] = {}
         # A child's name, or "" and the function, None of arithmetic, with its activation's name.
         self.steps: list[tuple[str, Any]] = []
         self.methods: list[str] = []  # of tensors, by which there is arithmetic
-        self.is_normed = self.casts = self.calls_base = False
+        self.is_normed = self.casts = self.casts_parameters = self.calls_base = self.is_wide = False
         self.done = 0
-        if function.__code__.co_cellvars or self.run(tree.body) != (True, self.done) or not self.is_normed:
+        returns, given_back = self.run(tree.body)
+        if function.__code__.co_cellvars or not returns or not self.is_normed or not self._is_value(given_back):
             raise UnreadError
+        # Computed in float32, and given back in the argument's dtype.
+        self.narrows = self.is_wide and not given_back.is_wide
 
     def own(self, e: ast.expr) -> str:
         """The name of ``self.name``; "" for anything else."""
@@ -114,14 +123,14 @@ class _Reading(Reading):
         self.tests[name, none] = answer
         return answer is not turned
 
-    def value(self, e: ast.expr) -> int:
-        """After how many steps an expression is the value; each may be read by the next step alone."""
+    def value(self, e: ast.expr) -> _Value:
+        """Of an expression; each step's value may be read by the next one alone."""
         if isinstance(e, ast.Name) and e.id in self.values:
-            return self.values[e.id]
+            return self.values[e.id]  # type: ignore[no-any-return]
         if isinstance(e, ast.IfExp):
             return self.value(e.body if self.test(e.test) else e.orelse)
-        if isinstance(e, ast.Attribute) and e.attr == "dtype" and self.value(e.value) >= 0:
-            return -1
+        if isinstance(e, ast.Attribute) and e.attr == "dtype" and not (of := self.value(e.value)).is_dtype:
+            return of._replace(is_dtype=True)
         if isinstance(e, ast.BinOp):
             return self.with_number(e)
         if not isinstance(e, ast.Call) or any(isinstance(a, ast.Starred) for a in e.args):
@@ -133,47 +142,55 @@ class _Reading(Reading):
             self.calls_base = True
             return self.norm(e.args, [], len(e.args) == 1 and not e.keywords)
         if name := self.own(called):
-            if len(e.args) != 1 or e.keywords or not self.is_normed_after(e.args[0]):
+            if len(e.args) != 1 or e.keywords:
                 raise UnreadError
-            return self.step(name, None)
+            return self.step(e.args[0], name, None)
         function = self.resolved(called)
         if function is F.group_norm and issubclass(self.base, nn.GroupNorm):
             return self.norm(e.args, e.keywords, True)
         rest = [constant(a) for a in e.args[1:]]
         words = {str(w.arg): constant(w.value) for w in e.keywords}
         node = None if UNKNOWN in rest else describe_function(function, rest, words)
-        if node is None or node.kind != "act" or not e.args or not self.is_normed_after(e.args[0]):
+        if node is None or node.kind != "act" or not e.args:
             raise UnreadError
-        return self.step("", (function, node.name))
+        return self.step(e.args[0], "", (function, node.name))
 
-    def with_number(self, e: ast.BinOp) -> int:
+    def with_number(self, e: ast.BinOp) -> _Value:
         """``norm(x) * 2``."""
         reverse = constant(e.left) is not UNKNOWN
         value, other = (e.right, e.left) if reverse else (e.left, e.right)
         method = ARITHMETIC.get(type(e.op), "")
         name = with_number(method, constant(other), reverse)
-        if name is None or not self.is_normed_after(value):
+        if name is None:
             raise UnreadError
         self.methods.append(f"__{'r' if reverse else ''}{method}__")
-        return self.step("", (None, name))
+        return self.step(value, "", (None, name))
 
-    def is_normed_after(self, e: ast.expr) -> bool:
-        return self.value(e) == self.done and self.is_normed
+    def _is_value(self, v: Any) -> bool:
+        """Of all the steps so far."""
+        return isinstance(v, _Value) and not v.is_dtype and v.steps == self.done
 
-    def step(self, name: str, what: Any) -> int:
+    def step(self, e: ast.expr, name: str, what: Any) -> _Value:
+        """One behind the norm, of what ``e`` is."""
+        given = self.value(e)
+        if not self.is_normed or not self._is_value(given):
+            raise UnreadError
         self.steps.append((name, what))
         self.done += 1
-        return self.done
+        return given._replace(steps=self.done)
 
-    def cast(self, called: ast.Attribute, args: list[ast.expr]) -> int:
+    def cast(self, called: ast.Attribute, args: list[ast.expr]) -> _Value:
         """``x.float()``, ``y.type(x.dtype)``: nothing, where all is float32."""
+        given = self.value(called.value)
+        if given.is_dtype or len(args) != (called.attr != "float"):
+            raise UnreadError
         self.casts = True
-        for argument in args:
-            if called.attr != "type_as" and self.resolved(argument) is torch.float32:
-                continue
-            if (self.value(argument) >= 0) is not (called.attr == "type_as"):
-                raise UnreadError
-        return self.value(called.value)
+        if called.attr == "float" or (called.attr != "type_as" and self.resolved(args[0]) is torch.float32):
+            return given._replace(is_wide=True)
+        like = self.value(args[0])
+        if like.is_dtype is (called.attr == "type_as"):
+            raise UnreadError
+        return given._replace(is_wide=like.is_wide)
 
     def is_super(self, e: ast.expr) -> bool:
         if not isinstance(e, ast.Call) or not isinstance(e.func, ast.Name) or e.func.id != "super" or e.keywords:
@@ -191,21 +208,25 @@ class _Reading(Reading):
             self.places.add(cls, "forward", own)
         return all(cls.forward is own for cls in between)
 
-    def norm(self, args: list[ast.expr], keywords: list[ast.keyword], certain: bool) -> int:
+    def norm(self, args: list[ast.expr], keywords: list[ast.keyword], certain: bool) -> _Value:
         given = dict(zip(_ARGUMENTS, args[1:], strict=False)) | {str(w.arg): w.value for w in keywords}
-        if not certain or not args or self.is_normed or self.value(args[0]) != 0:
+        if not certain or not args:
+            raise UnreadError
+        of = self.value(args[0])
+        if not self._is_value(of) or self.is_normed:  # by its own argument
             raise UnreadError
         if not self.calls_base and set(given) != set(_ARGUMENTS):
             raise UnreadError
         for name, value in given.items():
             is_cast = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and not value.args
             if is_cast and value.func.attr == "float" and not value.keywords:  # type: ignore[attr-defined]
-                self.casts, value = True, value.func.value  # type: ignore[attr-defined]
+                self.casts = self.casts_parameters = True
+                value = value.func.value  # type: ignore[attr-defined]
             if self.own(value) != name:
                 raise UnreadError
-        self.is_normed = True
+        self.is_normed, self.is_wide = True, of.is_wide
         self.done = 1
-        return 1
+        return of._replace(steps=1)
 
 
 def _base(cls: type) -> Any:
@@ -251,6 +272,8 @@ class Derived:
             places.add(cls, name, getattr(base, name))
         self.is_unchanged = places.check()
         self.casts = reading is not None and reading.casts
+        self.narrows = reading is not None and reading.narrows
+        self.casts_parameters = reading is not None and reading.casts_parameters
         methods = originals.methods(_CASTS) if self.casts else ()
         self.is_torch_untouched = originals.untouched(*originals.called(base), *methods)
         # Modules around it may take it for a norm.
@@ -282,7 +305,18 @@ class Derived:
         for name, none, answer in self.form.tests:
             if _answer(norm, (name, none)) is not answer:
                 return False
-        return not self.casts or (isinstance(x, Tensor) and x.dtype is torch.float32)
+        if not self.casts:
+            return True
+        return isinstance(x, Tensor) and (x.dtype is torch.float32 or self.is_narrowed(norm, x))
+
+    def is_narrowed(self, norm: Any, x: Tensor) -> bool:
+        """Whether half precision is computed in float32, as kgopt's op does, and given back. Parameters that PyTorch
+        would refuse there are PyTorch's.
+        """
+        if not self.narrows or x.dtype not in _HALVES:
+            return False
+        given = norm._parameters.get("weight"), norm._parameters.get("bias")
+        return self.casts_parameters or all(p is None or p.dtype is torch.float32 for p in given)
 
     def holds_alone(self, norm: Any, x: Any) -> bool:
         """The same, of one whose children do nothing."""
@@ -298,12 +332,14 @@ class Derived:
             return standing.replaced(norm, x)
         if not self.holds(norm, x):
             return standing.seen(norm, x)
+        # A step behind the site would read float32, where half precision is given back only at the end.
+        can_step = self.can_step and not (self.narrows and x.dtype in _HALVES)
         if self.count:
             operands = [function or norm._modules.get(name) for name, function in self.operands]
             all_done = self.count == len(self.form.steps)
-            if (self.can_step or all_done) and self.site.ready(norm, *operands, x):
+            if (can_step or all_done) and self.site.ready(norm, *operands, x):
                 return self._rest(norm, self.site.run(norm, *operands, x), self.count)
-        if self.can_step and self.alone.ready_inside(norm, x):
+        if (can_step or not self.form.steps) and self.alone.ready_inside(norm, x):
             return self._rest(norm, self.alone.run(norm, x), 0)
         return standing.seen(norm, x)
 
