@@ -51,12 +51,6 @@ _handed = _Handed()
 LEAVES: dict[str, list[Any]] = {"group": [], "instance": []}  # filled by rewrite/norms.py
 
 
-def narrows(norm: Any, x: Tensor) -> bool:
-    """Whether a norm of a user's class computes x, of half precision, in float32 and gives half precision back."""
-    derived = getattr(type(norm), "_kgopt_derived", None)
-    return derived is not None and derived.is_narrowed(norm, x)
-
-
 class Site:
     """One chain in a forward.
 
@@ -203,7 +197,7 @@ class Site:
             return False
         # Under autocast the other ops have a rule of their own.
         is_autocast = not self.short and isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type)
-        return not (is_autocast and narrows(norm, x))
+        return not (is_autocast and derived.is_narrowed(norm, x))
 
     def ready_inside(self, norm: Any, x: Any) -> bool:
         """:meth:`ready` for a chain of the norm alone, asked by its own forward: hooks run around that."""
@@ -249,7 +243,8 @@ class Site:
         """
         x, norm = operands[-1], operands[self.norm_at]
         call = None if _is_compiling() else self._handed(norm)
-        is_narrowed = type(norm) is not self.leaf and narrows(norm, x)
+        derived = getattr(type(norm), "_kgopt_derived", None)
+        is_narrowed = derived is not None and derived.is_narrowed(norm, x)
         if call is not None:
             (_, n), cast = call[1], call[2]
             half = half or is_narrowed
