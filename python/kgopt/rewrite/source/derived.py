@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from kgopt.rewrite import classes, disguise, originals, watching
 from kgopt.rewrite.chain import Chain, takes_another
 from kgopt.rewrite.classes import Part, Stand
-from kgopt.rewrite.meanings import UNKNOWN, describe_function, with_number
+from kgopt.rewrite.meanings import UNKNOWN, describe_function
 from kgopt.rewrite.modules import does_nothing, has_own_methods
 from kgopt.rewrite.norms import LEAVES
 from kgopt.rewrite.places import Places
 from kgopt.rewrite.roles import role_of
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.source.code import CannotRewriteError, parse
-from kgopt.rewrite.source.expressions import ARITHMETIC, constant
+from kgopt.rewrite.source.expressions import arithmetic, constant
 from kgopt.rewrite.source.reading import Reading, UnreadError
 from kgopt.rewrite.standing import Standing
 
@@ -148,14 +148,12 @@ class _Reading(Reading):
 
     def with_number(self, e: ast.BinOp) -> int:
         """``norm(x) * 2``."""
-        reverse = constant(e.left) is not UNKNOWN
-        value, other = (e.right, e.left) if reverse else (e.left, e.right)
-        method = ARITHMETIC.get(type(e.op), "")
-        name = with_number(method, constant(other), reverse)
-        if name is None or not self.is_normed_after(value):
+        found = arithmetic(e)
+        if found is None or not self.is_normed_after(found[2]):
             raise UnreadError
-        self.methods.append(f"__{'r' if reverse else ''}{method}__")
-        return self.step("", (None, name))
+        act, method, *_ = found
+        self.methods.append(method)
+        return self.step("", (None, act))
 
     def is_normed_after(self, e: ast.expr) -> bool:
         return self.value(e) == self.done and self.is_normed

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kgopt.rewrite.meanings import UNKNOWN
+from kgopt.rewrite.meanings import UNKNOWN, with_number
 from kgopt.rewrite.roles import Path
 from kgopt.rewrite.source.names import SCOPES, copied, walk
 
 Node = TypeVar("Node", bound=ast.AST)
 
-ARITHMETIC = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}  # tensors' methods
+_ARITHMETIC = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}  # tensors' methods
 
 
 def path_of(expression: ast.expr, root: str, owner: str) -> Path | None:
@@ -67,6 +68,31 @@ def constant(e: ast.expr) -> Any:
         return UNKNOWN
 
 
+def arithmetic(
+    e: ast.BinOp, value_of: Callable[[ast.expr], Any] = constant
+) -> tuple[str, str, ast.expr, ast.expr] | None:
+    """Of ``h / 2`` or ``2 * h``: the activation that it is, tensors' method that runs, and the value's and the number's
+    expressions. ``value_of`` gives the number that an expression is, or something else.
+    """
+    method = _ARITHMETIC.get(type(e.op))
+    if method is None:
+        return None
+    for value, number in ((e.left, e.right), (e.right, e.left)):
+        reverse = number is e.left
+        act = with_number(method, value_of(number), reverse)
+        if act is not None:
+            return act, f"__{'r' if reverse else ''}{method}__", value, number
+    return None
+
+
+def gate_of(e: Any) -> tuple[ast.Name, ast.Call] | None:
+    """The variable and the call in ``h * torch.sigmoid(h)`` or ``torch.sigmoid(h) * h``, whatever is called."""
+    if not isinstance(e, ast.BinOp) or not isinstance(e.op, ast.Mult):
+        return None
+    value, gate = (e.left, e.right) if isinstance(e.left, ast.Name) else (e.right, e.left)
+    return (value, gate) if isinstance(value, ast.Name) and isinstance(gate, ast.Call) else None
+
+
 def text_of(path: Path) -> str:
     """A path as it stands in the source."""
     return "".join(f".{p}" if isinstance(p, str) else f"[{p}]" for p in path)
@@ -86,6 +112,18 @@ def call_of(site: str, method: str, arguments: list[ast.expr], place: ast.AST) -
     return placed(ast.Call(function, [copied(n) for n in arguments], []), place)
 
 
+def called_of(e: Any) -> tuple[str, str]:
+    """The two names in ``site.method(...)``; empty ones for anything else."""
+    function = e.func if isinstance(e, ast.Call) else None
+    is_method = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
+    return (function.value.id, function.attr) if is_method else ("", "")  # type: ignore[union-attr]
+
+
+def is_name(e: Any, name: str) -> bool:
+    """Whether it is that variable."""
+    return isinstance(e, ast.Name) and e.id == name
+
+
 def of_one_argument(e: Any) -> bool:
     """Whether it is a call such as ``self.conv(h)``."""
     return isinstance(e, ast.Call) and len(e.args) == 1 and not e.keywords and not isinstance(e.args[0], ast.Starred)
@@ -103,14 +141,29 @@ def as_function(call: ast.Call, method: str = "") -> ast.Lambda:
         made.func = ast.Attribute(value, method, ast.Load())
     else:
         made.args[0] = value
-    arguments = ast.arguments([], [ast.arg("_kgopt_value")], None, [], [], None, [])
-    return placed(ast.Lambda(arguments, made), call)
+    return lambda_of("_kgopt_value", made, call)
+
+
+def lambda_of(argument: str, body: ast.expr, place: ast.AST) -> ast.Lambda:
+    """``lambda argument: body``."""
+    return placed(ast.Lambda(ast.arguments([], [ast.arg(argument)], None, [], [], None, []), body), place)
 
 
 def assign(name: str, value: ast.expr, place: ast.stmt) -> ast.stmt:
     """``name = value``."""
     target = ast.copy_location(ast.Name(name, ast.Store()), place)
     return ast.copy_location(ast.Assign([target], value), place)
+
+
+def moved_out(statement: ast.stmt, part: ast.expr, name: str) -> ast.stmt:
+    """Puts a variable in the place of a part of a statement; the statement that assigns the part to it."""
+    replace(statement, part, ast.copy_location(ast.Name(name, ast.Load()), part))
+    return assign(name, part, statement)
+
+
+def forgotten(name: str, place: ast.stmt) -> ast.stmt:
+    """``name = None``: what a variable held lives no longer."""
+    return assign(name, ast.copy_location(ast.Constant(None), place), place)
 
 
 def replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kgopt.rewrite.glue.heads import FollowedSite, Normalizations
-from kgopt.rewrite.source.expressions import call_of, of_one_argument
+from kgopt.rewrite.source.expressions import call_of, called_of, of_one_argument
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.waiting import Paths, Waiting
 
@@ -30,9 +30,10 @@ class Heads(Waiting):
     def begins(self, e: Any) -> bool:
         """What a chain computes, with no convolution in the next statement; also in calls that may do nothing."""
         run = _run_of(self._inside(e))
-        if run is None or not isinstance(self.method.sites.get(run.func.value.id), FollowedSite):
+        site, verb = called_of(run)
+        if not isinstance(self.method.sites.get(site), FollowedSite):
             return False
-        return run.func.attr == "run" or (run.func.attr == "run_before" and self.method.what(run.args[0])[0] == "same")
+        return verb == "run" or (verb == "run_before" and self.method.what(run.args[0])[0] == "same")
 
     def convolves(self, e: Any) -> bool:
         """``self.conv(h)``, ``self.conv(self.dropout(h))``; also of a module that pads and convolves."""
@@ -102,7 +103,5 @@ class Heads(Waiting):
 
 
 def _run_of(e: Any) -> Any:
-    """The call of a site in ``site.run(...) if site.ready(...) else ...``, or itself; None: something else."""
-    run: Any = e.body if isinstance(e, ast.IfExp) else e
-    is_method = isinstance(run, ast.Call) and isinstance(run.func, ast.Attribute)
-    return run if is_method and isinstance(run.func.value, ast.Name) else None
+    """The call of a site in ``site.run(...) if site.ready(...) else ...``, or itself."""
+    return e.body if isinstance(e, ast.IfExp) else e

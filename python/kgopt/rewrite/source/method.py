@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kgopt.rewrite.glue.heads import FollowedSite
-from kgopt.rewrite.meanings import UNKNOWN, describe_function
+from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method
 from kgopt.rewrite.norm_calls import NormCall
 from kgopt.rewrite.patterns import Node
 from kgopt.rewrite.roles import Number, Path, Role
@@ -103,19 +103,34 @@ class Method:
         return None if node is not None and node.kind == "add" else node
 
     def constants(self, call: ast.Call, held: Held | None = None) -> tuple[list[Any], dict[str, Any]]:
-        """Its arguments, those that are no constants as UNKNOWN. With ``held`` numbers that the module holds are known,
-        too, and noted there: who asks for them has to compare them at each call.
+        """Its arguments, as :meth:`constant` has them."""
+        return [self.constant(a, held) for a in call.args], {
+            str(w.arg): self.constant(w.value, held) for w in call.keywords
+        }
+
+    def constant(self, e: ast.expr, held: Held | None = None) -> Any:
+        """Its value; UNKNOWN where it is no constant. With ``held`` numbers that the module holds are known, too, and
+        noted there: who asks for them has to compare them at each call.
         """
+        found = constant(e)
+        number = self.number(e) if found is UNKNOWN and held is not None else None
+        if number is None or held is None:
+            return found
+        held.append((e, number))
+        return number.value
 
-        def value(e: ast.expr) -> Any:
-            found = constant(e)
-            number = self.number(e) if found is UNKNOWN and held is not None else None
-            if number is None or held is None:
-                return found
-            held.append((e, number))
-            return number.value
-
-        return [value(a) for a in call.args], {str(w.arg): value(w.value) for w in call.keywords}
+    def activation(self, call: ast.Call, value: ast.expr | None = None) -> tuple[str, Any, str] | None:
+        """Of a call that is an activation, but no child's: its name, and the function that is called, or the name of
+        the method if it is one of ``value``.
+        """
+        function, method = None, ""
+        if isinstance(call.func, ast.Attribute) and call.func.value is value:
+            method = call.func.attr
+            node = describe_method(method, *self.constants(call))
+        else:
+            function = self.function(call.func)
+            node = None if function is None else self.described(function, call)
+        return (node.name, function, method) if node is not None and node.kind == "act" else None
 
     def number(self, e: ast.expr) -> Number | None:
         """What ``self.factor`` is, if that is a number."""

@@ -66,8 +66,7 @@ def _is_activation(method: Method, function: Any, e: ast.Call) -> bool:
     is_function = isinstance(function, types.FunctionType) and function.__module__ == F.__name__
     if not is_function and not isinstance(function, types.BuiltinFunctionType):
         return False
-    node = method.described(function, e)
-    return node is not None and node.kind == "act"
+    return method.activation(e) is not None
 
 
 def is_quiet(method: Method, e: ast.AST, between: list[str]) -> bool:

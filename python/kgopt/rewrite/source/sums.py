@@ -12,20 +12,21 @@ from typing import Any
 import torch
 
 from kgopt.rewrite.chain import Chain
-from kgopt.rewrite.meanings import describe_method
 from kgopt.rewrite.roles import Path
 from kgopt.rewrite.source.expressions import (
     as_function,
     assign,
     call_of,
+    called_of,
     evaluated_first,
+    is_name,
     is_plain,
     is_test,
     of_one_argument,
     replace,
 )
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, reads, walk, writes
+from kgopt.rewrite.source.names import blocks, copied, liveness, loads, outside_scopes, reads, walk, writes
 from kgopt.rewrite.source.norm_calls import is_norm_call, site_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
 from kgopt.rewrite.sums import Activated, Sum
@@ -80,17 +81,15 @@ class Sums:
 
     def _sums_of_calls(self, e: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
         """Sums in an expression, and which side of each is the call."""
-        if isinstance(e, SCOPES):
-            return
-        sides = self._addition(e)
-        if sides is not None:
+        for part in outside_scopes(e):
+            sides = self._addition(part)
+            if sides is None:
+                continue
             left, right, _ = sides
             if self._can_wait(self._passed_on(right)):
-                yield e, right  # type: ignore[misc]
+                yield part, right
             elif self._can_wait(inner := self._passed_on(left)) and self._may_run_beside(inner, right, []):
-                yield e, left  # type: ignore[misc]
-        for child in ast.iter_child_nodes(e):
-            yield from self._sums_of_calls(child)
+                yield part, left
 
     def _addition(self, e: Any) -> tuple[ast.expr, ast.expr, list[ast.expr]] | None:
         """The sides of ``a + b``, ``torch.add(a, b)``, ``a.add(b)`` or ``a.add_(b)``, and how the site is told of a
@@ -207,11 +206,10 @@ class Sums:
         """Writes the sum that a statement computes of what the first one calls; whether it is one."""
         target, call = str(self.method.target(first)), first.value
         found = self._sum_with(statement.value, target, call, between)
-        loads = [n for n in walk(statement) if isinstance(n, ast.Name) and n.id == target]
-        read = [n for n in loads if isinstance(n.ctx, ast.Load)]
         anew = self.method.target(statement) == target
         dead = anew or target not in liveness(self.method.tree.body).after.get(id(statement), set())
-        if found is None or len(read) != 1 or not dead or not evaluated_first(statement.value, found[0]):
+        is_last = dead and len(loads(statement, target)) == 1  # that reads it
+        if found is None or not is_last or not evaluated_first(statement.value, found[0]):
             return False
         whole, sides, scaled, how = found
         name = self._new_sum(call)
@@ -265,10 +263,8 @@ class Sums:
                 call: Any = statement.value  # type: ignore[attr-defined]
                 replace(statement, call, call_of(sum_name, "skip", [call.func, *call.args], call))
                 continue
-            loads = [n for n in walk(statement) if isinstance(n, ast.Name) and n.id == name]
-            for load in loads:
-                if isinstance(load.ctx, ast.Load):
-                    replace(statement, load, call_of(sum_name, "now", [load], load))
+            for load in loads(statement, name):
+                replace(statement, load, call_of(sum_name, "now", [load], load))
 
     def _add_in_place(
         self, first: Any, body: list[ast.stmt], last: int, between: list[str], early: list[ast.stmt]
@@ -338,7 +334,7 @@ class Sums:
         """A variable, or ``self.drop_path(h)``, which may do nothing."""
         if of_one_argument(e):
             return self.method.what(e.func)[0] == "same" and self._is_passed(e.args[0], name)
-        return isinstance(e, ast.Name) and e.id == name
+        return is_name(e, name)
 
     def _passes(self, s: ast.stmt, name: str) -> bool:
         """``h = self.drop_path(h)``."""
@@ -415,11 +411,8 @@ class Sums:
         return False
 
     def _is_sum(self, e: Any) -> bool:
-        if not isinstance(e, ast.Call) or not isinstance(e.func, ast.Attribute):
-            return False
-        owner = e.func.value
-        made = self.method.sites.get(owner.id) if isinstance(owner, ast.Name) else None
-        return isinstance(made, Sum) and len(e.args) == _OPERANDS.get(e.func.attr)
+        name, verb = called_of(e)
+        return isinstance(self.method.sites.get(name), Sum) and len(e.args) == _OPERANDS.get(verb)
 
     def _join(self, call: ast.Call, total: Any) -> bool:
         """Turns ``act(total)`` into one call of the sum; whether it did."""
@@ -442,20 +435,15 @@ class Sums:
         """Of ``act(x)``: what to call, the function that this calls, as code and itself, and its name for the ops. Of
         ``value.act()`` the function is the method's name.
         """
-        if isinstance(call.func, ast.Attribute) and call.func.value is value:
-            name = call.func.attr
-            node = describe_method(name, *self.method.constants(call))
-            if node is None or node.kind != "act":
-                return None
-            return as_function(call, name), [ast.Constant(name)], name, node.name
         if self.method.path(call.func) is not None:
             kind, name, _ = self.method.what(call.func)
             return (call.func, [], None, name) if kind == "act" and of_one_argument(call) else None
-        function = self.method.function(call.func)
-        node = None if function is None else self.method.described(function, call)
-        if node is None or node.kind != "act":
+        found = self.method.activation(call, value)
+        if found is None:
             return None
-        return as_function(call), [copied(call.func)], function, node.name
+        name, function, method = found
+        how: ast.expr = ast.Constant(method) if method else copied(call.func)
+        return as_function(call, method), [how], method or function, name
 
     # ------------------------------------------------------------------------------- activations behind convolutions
 
@@ -465,8 +453,8 @@ class Sums:
             for block in self._blocks_of(statement):
                 self.activate(block)
             if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) and statement.value is not None:
-                for call in list(_calls(statement.value)):
-                    if call.args and self._is_conv(call.args[0]):
+                for call in list(outside_scopes(statement.value)):
+                    if isinstance(call, ast.Call) and call.args and self._is_conv(call.args[0]):
                         self._activate(call, call.args[0])
         for k in reversed(range(len(body) - 1)):
             if self._act_behind(body[k], body[k + 1], self._is_conv, self._activate):
@@ -511,13 +499,3 @@ def _is_number(e: ast.expr) -> bool:
     if isinstance(e, ast.UnaryOp):
         return isinstance(e.op, ast.USub) and _is_number(e.operand)
     return isinstance(e, ast.Constant) and type(e.value) in (int, float)
-
-
-def _calls(e: ast.AST) -> Iterator[ast.Call]:
-    """Those in an expression, the outer ones first, without those that run later or elsewhere."""
-    if isinstance(e, SCOPES):
-        return
-    if isinstance(e, ast.Call):
-        yield e
-    for child in ast.iter_child_nodes(e):
-        yield from _calls(child)

@@ -8,7 +8,7 @@ from typing import Any
 from kgopt.rewrite.glue.calls import INTERPOLATE
 from kgopt.rewrite.glue.plans import Wait
 from kgopt.rewrite.meanings import UNKNOWN
-from kgopt.rewrite.source.expressions import constant, of_one_argument
+from kgopt.rewrite.source.expressions import called_of, constant, of_one_argument
 from kgopt.rewrite.source.waiting import Waiting
 from kgopt.rewrite.sums import Sum
 
@@ -37,10 +37,9 @@ class Upsamplings(Waiting):
 
     def takes(self, e: ast.Call) -> ast.expr | None:
         """What begins a sum."""
-        of = e.func.value if isinstance(e.func, ast.Attribute) and e.func.attr == "begin" else None
-        if not isinstance(of, ast.Name) or not isinstance(self.method.sites.get(of.id), Sum) or len(e.args) < 2:
-            return None
-        return e.args[1] if self._is_conv(e.args[0]) else None
+        site, verb = called_of(e)
+        begins = verb == "begin" and isinstance(self.method.sites.get(site), Sum) and len(e.args) > 1
+        return e.args[1] if begins and self._is_conv(e.args[0]) else None
 
     def _is_conv(self, e: ast.expr) -> bool:
         kind, name, _ = self.method.what(e)

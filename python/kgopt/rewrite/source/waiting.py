@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from kgopt.rewrite.meanings import UNKNOWN
 from kgopt.rewrite.source.expressions import assign, call_of, constant, evaluated_first, is_plain, is_test, replace
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, reads, walk, writes
+from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, loads, reads, walk, writes
 
 Block = list[ast.stmt]
 _Stop = tuple[Block, ast.stmt, list[ast.expr]]  # a block, the statement in it, what ``now`` or ``beside`` is given
@@ -101,7 +101,7 @@ class Waiting(ABC):
             replace(statement, call, self._begin(call))
         for (_, name), (block, before, given) in stops.items():
             made = call_of(self.name, "now" if len(given) == 1 else "beside", given, before)
-            block.insert([s is before for s in block].index(True), assign(name, made, before))
+            block.insert(block.index(before), assign(name, made, before))
         self.is_all = not stops and all(isinstance(s, ast.Return) for s, call in passes.values() if call is not None)
         has_any = bool(self.begun or inner)
         if has_any:
@@ -193,8 +193,7 @@ class Paths:
         """
         if not isinstance(s, (ast.Assign, ast.AnnAssign, ast.Return)) or s.value is None:
             return None
-        loads = [n for n in walk(s) if isinstance(n, ast.Name) and n.id == self.name]
-        if sum(isinstance(n.ctx, ast.Load) for n in loads) != 1:
+        if len(loads(s, self.name)) != 1:
             return None
         target = None if isinstance(s, ast.Return) else self.method.target(s)
         may_live = isinstance(s, ast.Return) or target == self.name
