@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import linecache
+import operator
 import tokenize
 import types
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from kgopt.rewrite.source.names import SCOPES, walk
 from kgopt.rewrite.standing import Standing
 
 _FUTURE_FLAGS = sum(getattr(_future, name).compiler_flag for name in _future.all_feature_names)
+_PARTS = operator.attrgetter("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars")
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -177,15 +179,7 @@ def _imported(filename: str) -> frozenset[str]:
 
 
 def _same_code(a: types.CodeType, b: types.CodeType) -> bool:
-    if (a.co_code, a.co_names, a.co_varnames, a.co_freevars, a.co_cellvars) != (
-        b.co_code,
-        b.co_names,
-        b.co_varnames,
-        b.co_freevars,
-        b.co_cellvars,
-    ):
-        return False
-    if len(a.co_consts) != len(b.co_consts):
+    if _PARTS(a) != _PARTS(b) or len(a.co_consts) != len(b.co_consts):
         return False
     for x, y in zip(a.co_consts, b.co_consts, strict=True):
         if isinstance(x, types.CodeType) and isinstance(y, types.CodeType):
@@ -194,6 +188,13 @@ def _same_code(a: types.CodeType, b: types.CodeType) -> bool:
         elif type(x) is not type(y) or repr(x) != repr(y):
             return False
     return True
+
+
+def _with_code(function: types.FunctionType, code: types.CodeType, closure: tuple[Any, ...]) -> types.FunctionType:
+    """Another function with the globals, name and defaults of one."""
+    made = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def rebuild(
@@ -215,14 +216,7 @@ def rebuild(
     code = _compile(function, tree, tuple(more))
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     cells.update((name, types.CellType(value)) for name, value in more.items())
-    made = types.FunctionType(
-        code,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        tuple(cells[name] for name in code.co_freevars),
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
+    made = _with_code(function, code, tuple(cells[name] for name in code.co_freevars))
     made.__annotations__ = function.__annotations__
     made.__qualname__ = function.__qualname__
     made.__doc__ = function.__doc__
@@ -235,10 +229,7 @@ def redecorated(function: types.FunctionType, inside: types.FunctionType, standi
     """What a decorator made, around another function than its ``__wrapped__``."""
     seen = function.__wrapped__  # type: ignore[attr-defined]
     cells = [types.CellType(inside) if cell.cell_contents is seen else cell for cell in function.__closure__ or ()]
-    made = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
+    made = _with_code(function, function.__code__, tuple(cells))
     _kgopt_made, _kgopt_seen, _kgopt_code, _kgopt_standing = made, function, function.__code__, standing
     _kgopt_class, _kgopt_name = standing.original, standing.name
 
