@@ -23,13 +23,12 @@ from kgopt.rewrite.source.expressions import (
     forgotten,
     gate_of,
     is_listed,
-    is_name,
     moved_out,
     of_one_argument,
     replace,
 )
 from kgopt.rewrite.source.method import Held, Method
-from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, reads, walk, writes
+from kgopt.rewrite.source.names import SCOPES, blocks, copied, is_name, liveness, reads, walk, writes
 
 
 @dataclass

@@ -112,18 +112,6 @@ def call_of(site: str, method: str, arguments: list[ast.expr], place: ast.AST) -
     return placed(ast.Call(function, [copied(n) for n in arguments], []), place)
 
 
-def called_of(e: Any) -> tuple[str, str]:
-    """The two names in ``site.method(...)``; empty ones for anything else."""
-    function = e.func if isinstance(e, ast.Call) else None
-    is_method = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
-    return (function.value.id, function.attr) if is_method else ("", "")  # type: ignore[union-attr]
-
-
-def is_name(e: Any, name: str) -> bool:
-    """Whether it is that variable."""
-    return isinstance(e, ast.Name) and e.id == name
-
-
 def of_one_argument(e: Any) -> bool:
     """Whether it is a call such as ``self.conv(h)``."""
     return isinstance(e, ast.Call) and len(e.args) == 1 and not e.keywords and not isinstance(e.args[0], ast.Starred)
@@ -159,6 +147,13 @@ def moved_out(statement: ast.stmt, part: ast.expr, name: str) -> ast.stmt:
     """Puts a variable in the place of a part of a statement; the statement that assigns the part to it."""
     replace(statement, part, ast.copy_location(ast.Name(name, ast.Load()), part))
     return assign(name, part, statement)
+
+
+def become(s: ast.stmt, other: ast.AST) -> None:
+    """Makes a statement another one: blocks and places that hold it stay right."""
+    s.__class__ = other.__class__  # type: ignore[assignment]
+    s.__dict__.clear()
+    s.__dict__.update(other.__dict__)
 
 
 def forgotten(name: str, place: ast.stmt) -> ast.stmt:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import torch.nn.functional as F
 
-from kgopt.rewrite.source.expressions import call_of, called_of, is_listed, of_one_argument
+from kgopt.rewrite.source.expressions import call_of, is_listed, of_one_argument
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import loads, walk
+from kgopt.rewrite.source.names import called_of, loads, walk
 from kgopt.rewrite.source.quiet import is_quiet
 
 _OPERANDS = {"times", "plus", "times_in_place", "plus_in_place", "addcmul"}  # methods that take maps

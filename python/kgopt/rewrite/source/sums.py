@@ -17,16 +17,25 @@ from kgopt.rewrite.source.expressions import (
     as_function,
     assign,
     call_of,
-    called_of,
     evaluated_first,
-    is_name,
     is_plain,
     is_test,
     of_one_argument,
     replace,
 )
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import blocks, copied, liveness, loads, outside_scopes, reads, walk, writes
+from kgopt.rewrite.source.names import (
+    blocks,
+    called_of,
+    copied,
+    is_name,
+    liveness,
+    loads,
+    outside_scopes,
+    reads,
+    walk,
+    writes,
+)
 from kgopt.rewrite.source.norm_calls import is_norm_call, site_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
 from kgopt.rewrite.sums import Activated, Sum
@@ -298,8 +307,6 @@ class Sums:
 
     def _begin(self, name: str, call: Any, between: list[str]) -> ast.Call:
         more = [ast.Name(self.method.self_name, ast.Load()), *map(ast.Constant, between)] if between else []
-        for e in more:
-            ast.copy_location(e, call)
         if is_norm_call(self.method, call):
             site = f"_kgopt_norm_{len(self.method.sites)}"
             self.method.sites[site] = site_of(self.method, call)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from kgopt.rewrite.meanings import UNKNOWN
 from kgopt.rewrite.source.expressions import assign, call_of, constant, evaluated_first, is_plain, is_test, replace
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, loads, reads, walk, writes
+from kgopt.rewrite.source.names import SCOPES, blocks, copied, elements_of, liveness, loads, reads, walk, writes
 
 Block = list[ast.stmt]
 _Stop = tuple[Block, ast.stmt, list[ast.expr]]  # a block, the statement in it, what ``now`` or ``beside`` is given
@@ -238,9 +238,9 @@ class Paths:
     def _is_harmless(self, s: ast.stmt) -> bool:
         if isinstance(s, ast.Pass) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)):
             return True
-        if not isinstance(s, ast.Assign) or not all(map(is_plain, _parts(s.value))):
+        if not isinstance(s, ast.Assign) or not all(map(is_plain, elements_of(s.value))):
             return False
-        return all(isinstance(t, ast.Name) for target in s.targets for t in _parts(target))
+        return all(isinstance(t, ast.Name) for target in s.targets for t in elements_of(target))
 
 
 def _changed(s: ast.stmt) -> ast.expr | None:
@@ -253,7 +253,3 @@ def _changed(s: ast.stmt) -> ast.expr | None:
     if isinstance(target, ast.Subscript):
         target = target.value if is_plain(target.slice) else None
     return ast.copy_location(ast.Name(target.id, ast.Load()), target) if isinstance(target, ast.Name) else None
-
-
-def _parts(e: ast.expr) -> list[ast.expr]:
-    return e.elts if isinstance(e, ast.Tuple) else [e]
