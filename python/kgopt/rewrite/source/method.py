@@ -19,7 +19,7 @@ from kgopt.rewrite.norm_calls import NormCall
 from kgopt.rewrite.patterns import Node
 from kgopt.rewrite.roles import Number, Path, Role
 from kgopt.rewrite.source.code import CannotRewriteError
-from kgopt.rewrite.source.expressions import constant, path_of, text_of
+from kgopt.rewrite.source.expressions import call_of, constant, of_one_argument, path_of, text_of
 from kgopt.rewrite.source.names import copied, walk, writes
 from kgopt.rewrite.waits import Written
 
@@ -136,6 +136,25 @@ class Method:
         """What ``self.factor`` is, if that is a number."""
         kind, text, _ = self.what(e) if self.path(e) is not None else ("", "", False)
         return Number(ast.literal_eval(text)) if kind == "number" else None
+
+    def around(self, e: Any) -> list[ast.Call]:
+        """Calls of children that may do nothing, around an expression, the outer ones first: ``self.dropout(h)``."""
+        found: list[ast.Call] = []
+        while of_one_argument(e) and self.what(e.func)[0] == "same":
+            found.append(e)
+            e = e.args[0]
+        return found
+
+    def inside(self, e: Any) -> Any:
+        """What is in them."""
+        around = self.around(e)
+        return around[-1].args[0] if around else e
+
+    def skipped(self, site: str, e: ast.expr, value: ast.expr) -> ast.expr:
+        """The same calls around another value, as calls of a site, which does what they do."""
+        for part in reversed(self.around(e)):
+            value = call_of(site, "skip", [part.func, value], part)
+        return value
 
     def path(self, e: ast.expr) -> Path | None:
         """Of an expression such as ``self.a.b[0]``."""

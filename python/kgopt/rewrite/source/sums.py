@@ -95,9 +95,9 @@ class Sums:
             if sides is None:
                 continue
             left, right, _ = sides
-            if self._can_wait(self._passed_on(right)):
+            if self._can_wait(self.method.inside(right)):
                 yield part, right
-            elif self._can_wait(inner := self._passed_on(left)) and self._may_run_beside(inner, right, []):
+            elif self._can_wait(inner := self.method.inside(left)) and self._may_run_beside(inner, right, []):
                 yield part, left
 
     def _addition(self, e: Any) -> tuple[ast.expr, ast.expr, list[ast.expr]] | None:
@@ -116,16 +116,6 @@ class Sums:
         if not is_method or len(e.args) != 1 or e.keywords or self.method.path(e.func) is not None:
             return None
         return e.func.value, e.args[0], [ast.copy_location(ast.Constant(e.func.attr), e)]  # type: ignore[attr-defined]
-
-    def _passed_on(self, e: ast.expr) -> ast.expr:
-        """What ``self.drop_path(self.norm(h))`` may only pass on."""
-        while isinstance(e, ast.Call) and len(e.args) == 1 and not e.keywords:
-            path = self.method.path(e.func)
-            role = self.method.role(path) if path else None
-            if role is None or role[0] != "same":
-                break
-            e = e.args[0]
-        return e
 
     def _may_run_beside(self, call: ast.expr, e: ast.expr, between: list[str]) -> bool:
         """Whether an expression may be evaluated while the value of ``call`` waits; it calls children ``between``."""
@@ -166,7 +156,7 @@ class Sums:
         return _is_number(e)
 
     def _write_sum(self, statement: ast.stmt, e: ast.expr, side: ast.expr) -> None:
-        sides, call = self._addition(e), self._passed_on(side)
+        sides, call = self._addition(e), self.method.inside(side)
         assert sides is not None
         assert isinstance(call, ast.Call)
         left, right, how = sides
@@ -174,9 +164,7 @@ class Sums:
         between: list[str] = []
         if side is left:
             self._may_run_beside(call, right, between)
-        begin: ast.expr = self._begin(name, call, between)
-        if side is not call:
-            begin = self._through(name, side, {id(call): begin})
+        begin = self.method.skipped(name, side, self._begin(name, call, between))
         operands = [begin if s is side else s for s in (left, right)]
         around = None if how else next((n for n in walk(statement) if (self._scaled(n) or [None])[0] is e), None)
         whole = e if around is None else around
@@ -224,7 +212,9 @@ class Sums:
         name = self._new_sum(call)
         replace(first, call, self._begin(name, call, between))
         self._read_now(name, early, target)
-        sides = [self._through(name, s) if self._is_passed(s, target) else s for s in sides]
+        sides = [
+            self.method.skipped(name, s, self.method.inside(s)) if self._is_passed(s, target) else s for s in sides
+        ]
         replace(statement, whole, _finished(name, [*how, *sides], bool(how), scaled, whole))
         return True
 
@@ -329,19 +319,9 @@ class Sums:
                     return e, sides, scaled, how
         return None
 
-    def _through(self, name: str, e: ast.expr, begun: dict[int, ast.expr] | None = None) -> ast.expr:
-        """Calls of modules that may do nothing, around a variable or a call, which ``begun`` has by its id."""
-        if begun is not None and id(e) in begun:
-            return begun[id(e)]
-        if not isinstance(e, ast.Call):
-            return e
-        return call_of(name, "skip", [e.func, self._through(name, e.args[0], begun)], e)
-
     def _is_passed(self, e: Any, name: str) -> bool:
         """A variable, or ``self.drop_path(h)``, which may do nothing."""
-        if of_one_argument(e):
-            return self.method.what(e.func)[0] == "same" and self._is_passed(e.args[0], name)
-        return is_name(e, name)
+        return is_name(self.method.inside(e), name)
 
     def _passes(self, s: ast.stmt, name: str) -> bool:
         """``h = self.drop_path(h)``."""
