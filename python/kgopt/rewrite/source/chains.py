@@ -287,8 +287,7 @@ class Chains:
         split = [moved_out(statement, argument, name)]
         if not whole:
             split.append(moved_out(statement, last.expression, name))
-        is_left = name != target and not isinstance(statement, ast.Return)
-        body[k : k + 1] = [*split, statement, *([forgotten(name, statement)] if is_left else [])]
+        body[k : k + 1] = [*split, statement, *(forgotten(name, statement) if name != target else [])]
         return True
 
     def _write(self, body: list[ast.stmt], plans: list[Match]) -> None:
@@ -317,15 +316,13 @@ class Chains:
             follower = self._follower(body, span[-1]) if whole else None
             if follower is not None:
                 run = call_of(name, "run_before", [follower, *arguments], place)
+            self._look_up_once(ready, run, name)
             if inline:
-                original = copy.copy(place)
-                self._look_up_once(ready, run, name)
-                choice = ast.copy_location(ast.IfExp(ready, run, original), place)
+                choice = ast.copy_location(ast.IfExp(ready, run, copy.copy(place)), place)
                 replace(body[span[0]], place, choice)
             else:
                 originals = [copied(body[k]) for k in span]
                 final = body[span[-1]]
-                self._look_up_once(ready, run, name)
                 replace(final, place, run)
                 branch = ast.copy_location(ast.If(ready, [final], originals), originals[0])
                 body[span[0] : span[-1] + 1] = [branch]

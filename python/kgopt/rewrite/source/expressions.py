@@ -156,9 +156,10 @@ def become(s: ast.stmt, other: ast.AST) -> None:
     s.__dict__.update(other.__dict__)
 
 
-def forgotten(name: str, place: ast.stmt) -> ast.stmt:
-    """``name = None``: what a variable held lives no longer."""
-    return assign(name, ast.copy_location(ast.Constant(None), place), place)
+def forgotten(name: str, last: ast.stmt) -> list[ast.stmt]:
+    """``name = None`` behind the last statement that reads a variable: what it held lives no longer."""
+    none = assign(name, ast.copy_location(ast.Constant(None), last), last)
+    return [] if isinstance(last, ast.Return) else [none]
 
 
 def replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:

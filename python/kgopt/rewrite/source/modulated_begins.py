@@ -70,9 +70,7 @@ class OpenCalls:
             name = f"_kgopt_value_of_{len(self.method.locals)}"
             self.method.locals.add(name)
             at = body.index(statement)
-            body.insert(at, moved_out(statement, part, name))
-            if not isinstance(statement, ast.Return):  # it lives no longer than it did
-                body.insert(at + 2, forgotten(name, statement))
+            body[at : at + 1] = [moved_out(statement, part, name), statement, *forgotten(name, statement)]
 
     def _unnamed(self, s: Any) -> ast.Call | None:
         """The largest part of a statement's value that passes an open norm and its activation on, one call around the

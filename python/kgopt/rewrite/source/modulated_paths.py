@@ -83,10 +83,11 @@ class Paths:
         is_read = name in reads(s)
         written = self.site.written.get(s)
         if written is not None and is_read and self._is_operand(s, name):
-            # What another's value does here, this one's does, too.
-            self.value.between += written.between
-            self.value.uses.scaled = self.value.uses.scaled or not written.is_now
-            return written.waits
+            waits, other = written
+            if other is not None:  # what that value does here, this one does, too
+                self.value.between += other.between
+                self.value.uses.scaled = True
+            return waits
         if isinstance(s, ast.If) and name not in reads(s.test) and is_quiet(self.method, s.test, self.value.between):
             ends = [self._follow(branch, 0, name) for branch in (s.body, s.orelse)]
             return None if ends == [None, None] else name

@@ -16,15 +16,6 @@ from kgopt.rewrite.source.norm_calls import site_of
 
 
 @dataclass
-class Written:
-    """What stands in the place of a statement."""
-
-    waits: str | None = None  # the variable that waits behind it
-    between: list[str] = field(default_factory=list)  # the children that are called while it does
-    is_now: bool = False  # it asks for the tensor
-
-
-@dataclass
 class Site:
     """What all values of one method share."""
 
@@ -33,7 +24,8 @@ class Site:
     begins: Begins
     gives: bool  # what waits may be returned
     live: Live
-    written: dict[ast.stmt, Written] = field(default_factory=dict)
+    # The variable that waits behind a statement, and the value it was written for; none where it asks for the tensor.
+    written: dict[ast.stmt, tuple[str | None, Value | None]] = field(default_factory=dict)
     chains: list[tuple[Path, Chain]] = field(default_factory=list)
 
     def call(self, verb: str, arguments: list[ast.expr], place: ast.AST) -> ast.Call:
@@ -43,7 +35,7 @@ class Site:
     def put_now(self, block: list[ast.stmt], at: int, name: str, place: ast.stmt) -> None:
         """Puts ``h = _kgopt_mod.now(h)`` into a block."""
         now = assign(name, self.call("now", [ast.Name(name, ast.Load())], place), place)
-        self.written[now] = Written(is_now=True)
+        self.written[now] = None, None
         block.insert(at, now)
 
 
@@ -116,7 +108,7 @@ class Value:
                 become(s, edit.new)
             else:
                 replace(s, edit.old, edit.new)
-            site.written[s] = Written(edit.waits, self.between)
+            site.written[s] = edit.waits, self
         for s, (block, name) in self.stops.items():
             site.put_now(block, block.index(s), name, s)
         for block, s, name in self.ends:

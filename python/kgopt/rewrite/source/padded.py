@@ -20,7 +20,6 @@ from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import called_of, walk
 from kgopt.rewrite.source.waiting import Block, Paths, Waiting
 
-_CONVS = ("conv2d", "conv3d")
 _FUNCTIONS = (torch.conv2d, torch.conv3d)
 _NAMES = {"pad", *(f.__name__ for f in CATS)}
 
@@ -40,7 +39,7 @@ def pads_in(function: types.FunctionType) -> bool:
 
 
 def _calls_conv(function: types.FunctionType) -> bool:
-    return not set(_CONVS).isdisjoint(inspect.unwrap(function).__code__.co_names)
+    return not {f.__name__ for f in _FUNCTIONS}.isdisjoint(inspect.unwrap(function).__code__.co_names)
 
 
 def _functions(cls: type) -> list[types.FunctionType]:
@@ -111,8 +110,7 @@ class Paddings(Waiting):
             if of_self or self._is_super(e.func.value):
                 return True
         if self.method.path(e.func):
-            kind, name, _ = self.method.what(e.func)
-            return kind == "conv" and name in _CONVS
+            return self.is_conv(e.func)
         function = self.method.function(e.func)
         return any(function is f for f in _FUNCTIONS)
 

@@ -43,6 +43,8 @@ from kgopt.rewrite.sums import Activated, Sum
 _OPERANDS = {"finish": 2, "finish_in_place": 2, "finish_by": 3}  # of a sum that nothing scales
 _SCALED = {ast.Div: "finish", ast.Mult: "finish_times"}  # by what is done to the sum
 _Scaled = tuple[ast.expr, str, list[ast.expr]]
+_IsTotal = Callable[[Any], bool]  # what an activation may be computed with
+_Join = Callable[[ast.Call, Any], bool]  # turns the activation's call into one of both, if it may
 
 
 class Sums:
@@ -66,10 +68,8 @@ class Sums:
             self._sum_of_call(body[k])
             self._sum_of_names(body, k)
         for statement in body:
-            self._act_on_sums(statement)
-        for k in reversed(range(len(body) - 1)):
-            if self._act_behind(body[k], body[k + 1], self._is_sum, self._join):
-                del body[k]
+            self._act_on(statement, self._is_sum, self._join)
+        self._act_behind_all(body, self._is_sum, self._join)
 
     def _blocks_of(self, statement: ast.stmt) -> list[list[ast.stmt]]:
         """The blocks in a statement that run in its method's own order."""
@@ -184,23 +184,29 @@ class Sums:
         while last < len(body):
             if target in reads(body[last]) and self._sum_in_branch(body, k, last, [*between], [*early]):
                 return
-            if self._reads_in_branch(body[last], target) or self._passes(body[last], target):
-                early.append(body[last])
-            elif target in reads(body[last]):
+            if not self._lets_wait(body[last], target, between, early):
                 break
-            elif target in writes(body[last]) or not self._is_harmless(body[last], between):
-                return
             last += 1
-        if last == len(body):
-            return
-        statement: Any = body[last]
+        if last < len(body) and target in reads(body[last]):
+            self._add(body[k], body, last, between, early)
+
+    def _lets_wait(self, s: ast.stmt, name: str, between: list[str], early: list[ast.stmt]) -> bool:
+        """Whether a value may wait on behind a statement, which may read it ``early``."""
+        if self._reads_in_branch(s, name) or self._passes(s, name):
+            early.append(s)
+            return True
+        return name not in reads(s) | writes(s) and self._is_harmless(s, between)
+
+    def _add(self, first: ast.stmt, body: list[ast.stmt], last: int, between: list[str], early: list[ast.stmt]) -> bool:
+        """Writes the sum that a statement computes of what the first one calls; whether it is one."""
+        statement = body[last]
         if isinstance(statement, (ast.AugAssign, ast.Expr)):
-            self._add_in_place(body[k], body, last, between, early)
-        elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) and statement.value is not None:
-            self._add_names(body[k], statement, between, early)
+            return self._add_in_place(first, body, last, between, early)
+        has_value = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) and statement.value is not None
+        return has_value and self._add_names(first, statement, between, early)
 
     def _add_names(self, first: Any, statement: Any, between: list[str], early: list[ast.stmt]) -> bool:
-        """Writes the sum that a statement computes of what the first one calls; whether it is one."""
+        """``(x + h) / self.scale``."""
         target, call = str(self.method.target(first)), first.value
         found = self._sum_with(statement.value, target, call, between)
         anew = self.method.target(statement) == target
@@ -224,31 +230,23 @@ class Sums:
         """``if self.has_skip: h = self.drop_path(h) + x``: where that is not so, the value is computed there."""
         branch: Any = body[last]
         target = str(self.method.target(body[k]))
-        if (
-            not isinstance(branch, ast.If)
-            or branch.orelse
-            or not self._is_test(branch.test)
-            or target in reads(branch.test)
-        ):
+        is_branch = isinstance(branch, ast.If) and not branch.orelse and self._is_test(branch.test)
+        if not is_branch or target in reads(branch.test):
             return False
-        for i, statement in enumerate(branch.body):
-            if self._reads_in_branch(statement, target) or self._passes(statement, target):
-                early.append(statement)
-            elif target in reads(statement):
-                in_place = isinstance(statement, (ast.AugAssign, ast.Expr))
-                if in_place:
-                    done = self._add_in_place(body[k], branch.body, i, between, early)
-                else:
-                    anew = isinstance(statement, ast.Assign) and self.method.target(statement) == target
-                    done = anew and self._add_names(body[k], statement, between, early)
-                if done:
-                    call: Any = body[k].value  # type: ignore[attr-defined]
-                    read = ast.copy_location(ast.Name(target, ast.Load()), branch)
-                    branch.orelse = [assign(target, call_of(call.func.value.id, "now", [read], branch), branch)]
-                return bool(done)
-            elif target in writes(statement) or not self._is_harmless(statement, between):
-                return False
-        return False
+        rest = (i for i, s in enumerate(branch.body) if not self._lets_wait(s, target, between, early))
+        i = next(rest, None)
+        if i is None or target not in reads(branch.body[i]):
+            return False
+        statement = branch.body[i]
+        anew = isinstance(statement, ast.Assign) and self.method.target(statement) == target
+        if not (anew or isinstance(statement, (ast.AugAssign, ast.Expr))):
+            return False
+        if not self._add(body[k], branch.body, i, between, early):
+            return False
+        call: Any = body[k].value  # type: ignore[attr-defined]
+        read = ast.Name(target, ast.Load())
+        branch.orelse = [assign(target, call_of(call.func.value.id, "now", [read], branch), branch)]
+        return True
 
     def _reads_in_branch(self, s: ast.stmt, name: str) -> bool:
         """``if self.drop: h = self.drop_path(h)``: whatever it does, it does to the value itself."""
@@ -353,25 +351,25 @@ class Sums:
         asks = isinstance(e, ast.Call) and self.method.function(e.func) is hasattr and not e.keywords
         return is_test(e) or (asks and all(map(is_plain, e.args)))  # type: ignore[attr-defined]
 
-    # ------------------------------------------------------------------------------- activations behind sums of norms
+    # ----------------------------------------------------------------- activations behind sums, and behind convolutions
 
-    def _act_on_sums(self, statement: ast.stmt) -> None:
+    def _act_on(self, statement: ast.stmt, is_total: _IsTotal, join: _Join) -> None:
         """``self.act(a + b)``, once the sum is written, as one call."""
         if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) or statement.value is None:
             return
-        for call in list(walk(statement.value)):
-            if isinstance(call, ast.Call) and call.args and self._is_sum(call.args[0]):
-                self._join(call, call.args[0])
-            elif isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and self._is_sum(call.func.value):
-                self._join(call, call.func.value)
+        for call in [e for e in outside_scopes(statement.value) if isinstance(e, ast.Call)]:
+            if call.args and is_total(call.args[0]):
+                join(call, call.args[0])
+            elif isinstance(call.func, ast.Attribute) and is_total(call.func.value):
+                join(call, call.func.value)
 
-    def _act_behind(
-        self,
-        first: ast.stmt,
-        second: ast.stmt,
-        is_total: Callable[[Any], bool],
-        join: Callable[[ast.Call, Any], bool],
-    ) -> bool:
+    def _act_behind_all(self, body: list[ast.stmt], is_total: _IsTotal, join: _Join) -> None:
+        """The same in two statements, which become one."""
+        for k in reversed(range(len(body) - 1)):
+            if self._act_behind(body[k], body[k + 1], is_total, join):
+                del body[k]
+
+    def _act_behind(self, first: ast.stmt, second: ast.stmt, is_total: _IsTotal, join: _Join) -> bool:
         """``h = a + b``, then ``h = self.act(h)`` or ``return self.act(h)``: the second statement does both."""
         name = self.method.target(first)
         total = getattr(first, "value", None)
@@ -432,20 +430,13 @@ class Sums:
         how: ast.expr = ast.Constant(method) if method else copied(call.func)
         return as_function(call, method), [how], method or function, name
 
-    # ------------------------------------------------------------------------------- activations behind convolutions
-
     def activate(self, body: list[ast.stmt]) -> None:
         """Writes ``self.act(self.conv(x))``, in one statement or two, as one call, where nothing else was written."""
         for statement in body:
             for block in self._blocks_of(statement):
                 self.activate(block)
-            if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) and statement.value is not None:
-                for call in list(outside_scopes(statement.value)):
-                    if isinstance(call, ast.Call) and call.args and self._is_conv(call.args[0]):
-                        self._activate(call, call.args[0])
-        for k in reversed(range(len(body) - 1)):
-            if self._act_behind(body[k], body[k + 1], self._is_conv, self._activate):
-                del body[k]
+            self._act_on(statement, self._is_conv, self._activate)
+        self._act_behind_all(body, self._is_conv, self._activate)
 
     def _is_conv(self, e: Any) -> bool:
         return of_one_argument(e) and self.method.what(e.func)[0] == "conv"

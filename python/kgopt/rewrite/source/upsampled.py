@@ -13,8 +13,6 @@ from kgopt.rewrite.source.names import called_of
 from kgopt.rewrite.source.waiting import Waiting
 from kgopt.rewrite.sums import Sum
 
-_CONVS = ("conv2d", "conv3d")
-
 
 class Upsamplings(Waiting):
     """Those of one method."""
@@ -34,14 +32,10 @@ class Upsamplings(Waiting):
 
     def convolves(self, e: Any) -> bool:
         """``self.conv(h)``."""
-        return of_one_argument(e) and self._is_conv(e.func)
+        return of_one_argument(e) and self.is_conv(e.func)
 
     def takes(self, e: ast.Call) -> ast.expr | None:
         """What begins a sum."""
         site, verb = called_of(e)
         begins = verb == "begin" and isinstance(self.method.sites.get(site), Sum) and len(e.args) > 1
-        return e.args[1] if begins and self._is_conv(e.args[0]) else None
-
-    def _is_conv(self, e: ast.expr) -> bool:
-        kind, name, _ = self.method.what(e)
-        return kind == "conv" and name in _CONVS
+        return e.args[1] if begins and self.is_conv(e.args[0]) else None

@@ -55,6 +55,11 @@ class Waiting(ABC):
         """Whether an expression is a call that may give its first argument back as it is, and let it wait on."""
         return False
 
+    def is_conv(self, e: ast.expr) -> bool:
+        """Whether it is a child that is a convolution in 2D or 3D."""
+        kind, name, _ = self.method.what(e)
+        return kind == "conv" and name in ("conv2d", "conv3d")
+
     def value_of(self, call: ast.Call) -> ast.expr:
         """What a convolution reads."""
         return call.args[0]
