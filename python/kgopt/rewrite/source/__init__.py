@@ -17,7 +17,8 @@ runs, so a file edited since it was imported changes nothing.
 ================  ==========================================================================
 code              functions to trees and back
 names             what is read, written and still alive
-expressions       small questions, small changes
+expressions       small questions about expressions
+trees             small changes of trees
 quiet             code that changes no tensor
 method            one method: its tree, and what names mean in it
 sink              an activation behind a branch moves into it

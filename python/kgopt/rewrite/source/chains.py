@@ -16,19 +16,10 @@ from kgopt.rewrite.glue.heads import FollowedSite
 from kgopt.rewrite.meanings import describe_method
 from kgopt.rewrite.patterns import OTHER, Match, Node, is_trivial, match, why_alone
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.expressions import (
-    arithmetic,
-    call_of,
-    evaluated_first,
-    forgotten,
-    gate_of,
-    is_listed,
-    moved_out,
-    of_one_argument,
-    replace,
-)
+from kgopt.rewrite.source.expressions import arithmetic, evaluated_first, gate_of, is_listed, is_name, of_one_argument
 from kgopt.rewrite.source.method import Held, Method
-from kgopt.rewrite.source.names import SCOPES, blocks, copied, is_name, liveness, reads, walk, writes
+from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, reads, walk, writes
+from kgopt.rewrite.source.trees import call_of, forgotten, moved_out, replace
 
 
 @dataclass

@@ -20,8 +20,8 @@ from typing import Any
 from torch import nn
 
 from kgopt.rewrite.disguise import as_original
-from kgopt.rewrite.source.expressions import placed
 from kgopt.rewrite.source.names import SCOPES, walk
+from kgopt.rewrite.source.trees import placed
 from kgopt.rewrite.standing import Standing
 
 _FUTURE_FLAGS = sum(getattr(_future, name).compiler_flag for name in _future.all_feature_names)

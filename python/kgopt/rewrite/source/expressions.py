@@ -1,16 +1,14 @@
-"""Small questions about expressions, and small changes of trees."""
+"""Small questions about expressions."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from kgopt.rewrite.meanings import UNKNOWN, with_number
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.names import SCOPES, copied, walk
-
-Node = TypeVar("Node", bound=ast.AST)
+from kgopt.rewrite.source.names import SCOPES, walk
 
 _ARITHMETIC = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}  # tensors' methods
 
@@ -98,18 +96,21 @@ def text_of(path: Path) -> str:
     return "".join(f".{p}" if isinstance(p, str) else f"[{p}]" for p in path)
 
 
-def placed(tree: Node, place: ast.AST) -> Node:
-    """A tree, on the lines of ``place``."""
-    for node in walk(tree):
-        if "lineno" in node._attributes:
-            ast.copy_location(node, place)
-    return tree
+def called_of(e: Any) -> tuple[str, str]:
+    """The two names in ``site.method(...)``; empty ones for anything else."""
+    function = e.func if isinstance(e, ast.Call) else None
+    is_method = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
+    return (function.value.id, function.attr) if is_method else ("", "")  # type: ignore[union-attr]
 
 
-def call_of(site: str, method: str, arguments: list[ast.expr], place: ast.AST) -> ast.Call:
-    """``site.method(*arguments)``, on the lines of ``place``."""
-    function = ast.Attribute(ast.Name(site, ast.Load()), method, ast.Load())
-    return placed(ast.Call(function, [copied(n) for n in arguments], []), place)
+def is_name(e: Any, name: str) -> bool:
+    """Whether it is that variable."""
+    return isinstance(e, ast.Name) and e.id == name
+
+
+def elements_of(e: ast.expr) -> list[ast.expr]:
+    """Those of a tuple as it is written, or the one expression."""
+    return e.elts if isinstance(e, ast.Tuple) else [e]
 
 
 def of_one_argument(e: Any) -> bool:
@@ -120,61 +121,6 @@ def of_one_argument(e: Any) -> bool:
 def is_listed(call: ast.Call) -> bool:
     """Whether a call's arguments all stand in it, one by one."""
     return not any(isinstance(a, ast.Starred) for a in call.args) and all(word.arg for word in call.keywords)
-
-
-def as_function(call: ast.Call, method: str = "") -> ast.Lambda:
-    """What a call makes of its first argument, as a function; ``method``: of what it is called of."""
-    made, value = copied(call), ast.Name("_kgopt_value", ast.Load())
-    if method:
-        made.func = ast.Attribute(value, method, ast.Load())
-    else:
-        made.args[0] = value
-    return lambda_of("_kgopt_value", made, call)
-
-
-def lambda_of(argument: str, body: ast.expr, place: ast.AST) -> ast.Lambda:
-    """``lambda argument: body``."""
-    return placed(ast.Lambda(ast.arguments([], [ast.arg(argument)], None, [], [], None, []), body), place)
-
-
-def assign(name: str, value: ast.expr, place: ast.stmt) -> ast.stmt:
-    """``name = value``."""
-    target = ast.copy_location(ast.Name(name, ast.Store()), place)
-    return ast.copy_location(ast.Assign([target], value), place)
-
-
-def moved_out(statement: ast.stmt, part: ast.expr, name: str) -> ast.stmt:
-    """Puts a variable in the place of a part of a statement; the statement that assigns the part to it."""
-    replace(statement, part, ast.copy_location(ast.Name(name, ast.Load()), part))
-    return assign(name, part, statement)
-
-
-def become(s: ast.stmt, other: ast.AST) -> None:
-    """Makes a statement another one: blocks and places that hold it stay right."""
-    s.__class__ = other.__class__  # type: ignore[assignment]
-    s.__dict__.clear()
-    s.__dict__.update(other.__dict__)
-
-
-def forgotten(name: str, last: ast.stmt) -> list[ast.stmt]:
-    """``name = None`` behind the last statement that reads a variable: what it held lives no longer."""
-    none = assign(name, ast.copy_location(ast.Constant(None), last), last)
-    return [] if isinstance(last, ast.Return) else [none]
-
-
-def replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
-    """Puts a node in the place of another, somewhere in a tree."""
-    for node in walk(tree):
-        for name, value in ast.iter_fields(node):
-            if value is old:
-                setattr(node, name, new)
-                return
-            if isinstance(value, list):
-                for i, item in enumerate(value):
-                    if item is old:
-                        value[i] = new
-                        return
-    raise AssertionError("the expression is not in its statement")
 
 
 def evaluated_first(whole: ast.expr, part: ast.expr) -> bool:

@@ -7,9 +7,9 @@ import ast
 import torch
 
 from kgopt.rewrite.formats import Keep
-from kgopt.rewrite.source.expressions import call_of, replace
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import walk
+from kgopt.rewrite.source.trees import call_of, replace
 
 # What may be asked of a tensor, or called with it, whatever its strides.
 _STRIDELESS = {"contiguous", "device", "dim", "dtype", "ndim", "shape", "size", "split"}

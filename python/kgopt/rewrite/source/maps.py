@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 
 import torch.nn.functional as F
 
-from kgopt.rewrite.source.expressions import call_of, is_listed, of_one_argument
+from kgopt.rewrite.source.expressions import called_of, is_listed, of_one_argument
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import called_of, loads, walk
+from kgopt.rewrite.source.names import loads, walk
 from kgopt.rewrite.source.quiet import is_quiet
+from kgopt.rewrite.source.trees import call_of
 
 _OPERANDS = {"times", "plus", "times_in_place", "plus_in_place", "addcmul"}  # methods that take maps
 

@@ -19,8 +19,9 @@ from kgopt.rewrite.norm_calls import NormCall
 from kgopt.rewrite.patterns import Node
 from kgopt.rewrite.roles import Number, Path, Role
 from kgopt.rewrite.source.code import CannotRewriteError
-from kgopt.rewrite.source.expressions import call_of, constant, of_one_argument, path_of, text_of
+from kgopt.rewrite.source.expressions import constant, of_one_argument, path_of, text_of
 from kgopt.rewrite.source.names import copied, walk, writes
+from kgopt.rewrite.source.trees import call_of
 from kgopt.rewrite.waits import Written
 
 

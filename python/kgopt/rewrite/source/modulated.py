@@ -27,12 +27,13 @@ from collections.abc import Iterator
 
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.roles import Path
+from kgopt.rewrite.source.expressions import called_of
 from kgopt.rewrite.source.maps import Maps
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.modulated_begins import Begins, OpenCalls
 from kgopt.rewrite.source.modulated_paths import Loop, Paths, Place
 from kgopt.rewrite.source.modulated_values import Site, Value
-from kgopt.rewrite.source.names import SCOPES, blocks, called_of, liveness, outside_scopes, walk
+from kgopt.rewrite.source.names import SCOPES, blocks, liveness, outside_scopes, walk
 
 
 class Modulations:

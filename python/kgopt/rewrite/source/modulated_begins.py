@@ -9,18 +9,18 @@ from typing import Any
 
 from kgopt.rewrite.modules import MORE
 from kgopt.rewrite.source.expressions import (
-    call_of,
+    called_of,
+    elements_of,
     evaluated_first,
-    forgotten,
     is_listed,
     is_plain,
-    moved_out,
     of_one_argument,
 )
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import called_of, elements_of, outside_scopes, reads, walk, writes
+from kgopt.rewrite.source.names import outside_scopes, reads, walk, writes
 from kgopt.rewrite.source.norm_calls import is_norm_call, parts_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
+from kgopt.rewrite.source.trees import call_of, forgotten, moved_out
 
 _VERBS = "begin", "begin_with", "begin_more", "step", "wait"
 

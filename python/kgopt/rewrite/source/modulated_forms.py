@@ -12,19 +12,11 @@ from typing import Any
 import torch
 
 from kgopt.rewrite.modulated import VIEWS, Modulation
-from kgopt.rewrite.source.expressions import (
-    as_function,
-    assign,
-    call_of,
-    evaluated_first,
-    gate_of,
-    is_plain,
-    lambda_of,
-    of_one_argument,
-)
+from kgopt.rewrite.source.expressions import elements_of, evaluated_first, gate_of, is_name, is_plain, of_one_argument
 from kgopt.rewrite.source.modulated_values import Edit, Value
-from kgopt.rewrite.source.names import copied, elements_of, is_name, loads, outside_scopes, reads, walk
+from kgopt.rewrite.source.names import copied, loads, outside_scopes, reads, walk
 from kgopt.rewrite.source.quiet import is_quiet
+from kgopt.rewrite.source.trees import as_function, assign, call_of, lambda_of
 
 _MOVES = torch.flatten, torch.unflatten, torch.reshape, torch.permute, torch.transpose, torch.movedim, torch.squeeze
 _Act = tuple[str, Any, str]  # an activation's name, the function, the method's name

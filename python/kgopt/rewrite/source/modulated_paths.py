@@ -9,9 +9,10 @@ import ast
 from dataclasses import dataclass
 from typing import Any
 
+from kgopt.rewrite.source.expressions import called_of, is_name
 from kgopt.rewrite.source.modulated_forms import Forms
 from kgopt.rewrite.source.modulated_values import Value
-from kgopt.rewrite.source.names import called_of, is_name, loads, reads, walk, writes
+from kgopt.rewrite.source.names import loads, reads, walk, writes
 from kgopt.rewrite.source.quiet import is_quiet
 
 Place = tuple[list[ast.stmt], ast.stmt]  # a block, and one of its statements

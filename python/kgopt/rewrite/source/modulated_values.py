@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.modulated import Modulation
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.expressions import assign, become, call_of, replace
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.modulated_begins import Begins
 from kgopt.rewrite.source.names import Live
 from kgopt.rewrite.source.norm_calls import site_of
+from kgopt.rewrite.source.trees import assign, become, call_of, replace
 
 
 @dataclass

@@ -70,23 +70,6 @@ def outside_scopes(e: ast.AST) -> Iterator[Any]:
         yield from outside_scopes(child)
 
 
-def called_of(e: Any) -> tuple[str, str]:
-    """The two names in ``site.method(...)``; empty ones for anything else."""
-    function = e.func if isinstance(e, ast.Call) else None
-    is_method = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
-    return (function.value.id, function.attr) if is_method else ("", "")  # type: ignore[union-attr]
-
-
-def is_name(e: Any, name: str) -> bool:
-    """Whether it is that variable."""
-    return isinstance(e, ast.Name) and e.id == name
-
-
-def elements_of(e: ast.expr) -> list[ast.expr]:
-    """Those of a tuple as it is written, or the one expression."""
-    return e.elts if isinstance(e, ast.Tuple) else [e]
-
-
 def writes(tree: ast.AST) -> set[str]:
     """Names that code may write or delete."""
     found: set[str] = set()

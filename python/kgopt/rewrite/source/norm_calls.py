@@ -11,9 +11,10 @@ from typing import Any
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.norm_calls import NORM_CALLS, NormCall
 from kgopt.rewrite.source.code import own_methods
-from kgopt.rewrite.source.expressions import call_of, is_listed
+from kgopt.rewrite.source.expressions import is_listed, is_name
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import SCOPES, blocks, is_name
+from kgopt.rewrite.source.names import SCOPES, blocks
+from kgopt.rewrite.source.trees import call_of
 
 _NAMES = frozenset(function.__name__ for function in NORM_CALLS)
 

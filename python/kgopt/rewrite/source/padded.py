@@ -15,9 +15,9 @@ from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.modules import is_zero_padding
 from kgopt.rewrite.padding import Pads
 from kgopt.rewrite.source.code import own_methods
-from kgopt.rewrite.source.expressions import constant, is_plain, of_one_argument
+from kgopt.rewrite.source.expressions import called_of, constant, is_plain, of_one_argument
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import called_of, walk
+from kgopt.rewrite.source.names import walk
 from kgopt.rewrite.source.waiting import Block, Paths, Waiting
 
 _FUNCTIONS = (torch.conv2d, torch.conv3d)

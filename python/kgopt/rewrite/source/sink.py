@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 
 from kgopt.rewrite.meanings import describe_method
-from kgopt.rewrite.source.expressions import of_one_argument
+from kgopt.rewrite.source.expressions import is_name, of_one_argument
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import blocks, copied, is_name, walk
+from kgopt.rewrite.source.names import blocks, copied, walk
 
 
 def sink(method: Method, body: list[ast.stmt]) -> None:

@@ -13,31 +13,12 @@ import torch
 
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.expressions import (
-    as_function,
-    assign,
-    call_of,
-    evaluated_first,
-    is_plain,
-    is_test,
-    of_one_argument,
-    replace,
-)
+from kgopt.rewrite.source.expressions import called_of, evaluated_first, is_name, is_plain, is_test, of_one_argument
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import (
-    blocks,
-    called_of,
-    copied,
-    is_name,
-    liveness,
-    loads,
-    outside_scopes,
-    reads,
-    walk,
-    writes,
-)
+from kgopt.rewrite.source.names import blocks, copied, liveness, loads, outside_scopes, reads, walk, writes
 from kgopt.rewrite.source.norm_calls import is_norm_call, site_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
+from kgopt.rewrite.source.trees import as_function, assign, call_of, replace
 from kgopt.rewrite.sums import Activated, Sum
 
 _OPERANDS = {"finish": 2, "finish_in_place": 2, "finish_by": 3}  # of a sum that nothing scales

@@ -8,8 +8,7 @@ from typing import Any
 from kgopt.rewrite.glue.calls import INTERPOLATE
 from kgopt.rewrite.glue.plans import Wait
 from kgopt.rewrite.meanings import UNKNOWN
-from kgopt.rewrite.source.expressions import constant, of_one_argument
-from kgopt.rewrite.source.names import called_of
+from kgopt.rewrite.source.expressions import called_of, constant, of_one_argument
 from kgopt.rewrite.source.waiting import Waiting
 from kgopt.rewrite.sums import Sum
 

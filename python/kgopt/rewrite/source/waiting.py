@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from kgopt.rewrite.meanings import UNKNOWN
-from kgopt.rewrite.source.expressions import assign, call_of, constant, evaluated_first, is_plain, is_test, replace
+from kgopt.rewrite.source.expressions import constant, elements_of, evaluated_first, is_plain, is_test
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import SCOPES, blocks, copied, elements_of, liveness, loads, reads, walk, writes
+from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, loads, reads, walk, writes
+from kgopt.rewrite.source.trees import assign, call_of, replace
 
 Block = list[ast.stmt]
 _Stop = tuple[Block, ast.stmt, list[ast.expr]]  # a block, the statement in it, what ``now`` or ``beside`` is given
