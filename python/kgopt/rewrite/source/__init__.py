@@ -14,27 +14,32 @@ no other expression, no later statement on any path, no closure, no exception ha
 closure, file name and line numbers. Before that the source is compiled unchanged and compared with the bytecode that
 runs, so a file edited since it was imported changes nothing.
 
-===========  =====================================================
-code         functions to trees and back
-names        what is read, written and still alive
-expressions  small questions, small changes
-quiet        code that changes no tensor
-method       one method: its tree, and what names mean in it
-sink         an activation behind a branch moves into it
-chains       chains become sites
-modulated    norms whose value is scaled and shifted by sample
-sums         sums of what convolutions give
-waiting      values that may wait for the convolution that reads them
-heads        norms whose value a convolution reads
-upsampled    nearest upsampling whose value a convolution reads
-padded       padding, and frames in front, that a convolution reads
-formats      ``x.contiguous()`` that may keep channels_last
-norm_calls   norms that are called as functions
-inherited    methods that are called through super()
-reading      the statements of a function that is run on names: what the next two share
-derived      subclasses of PyTorch's norms
-small        users' modules that are an activation, or nothing
-===========  =====================================================
+================  ==========================================================================
+code              functions to trees and back
+names             what is read, written and still alive
+expressions       small questions about expressions
+trees             small changes of trees
+quiet             code that changes no tensor
+method            one method: its tree, and what names mean in it
+sink              an activation behind a branch moves into it
+chains            chains become sites
+modulated_begins  calls whose value may wait: norms, and what only the running code names
+modulated_values  what is known of one such value, and how that is written
+modulated_forms   what an expression does with it
+modulated_paths   the statements that it goes through
+modulated         norms whose value is scaled and shifted by sample: the pass over a method
+sums              sums of what convolutions give
+waiting           values that may wait for the convolution that reads them
+heads             norms whose value a convolution reads
+upsampled         nearest upsampling whose value a convolution reads
+padded            padding, and frames in front, that a convolution reads
+formats           ``x.contiguous()`` that may keep channels_last
+norm_calls        norms that are called as functions
+inherited         methods that are called through super()
+reading           the statements of a function that is run on names: what the next two share
+derived           subclasses of PyTorch's norms
+small             users' modules that are an activation, or nothing
+================  ==========================================================================
 """
 
 from __future__ import annotations
@@ -101,14 +106,13 @@ def _rewrite(method: Method, gives: bool = False) -> Found:
     sink(method, method.tree.body)
     found = Chains(method).run()
     Heads(method).run()
-    modulations = Modulations(method, gives)
-    modulations.run()
+    modulated = Modulations(method, gives).run()
     sums = Sums(method)
     sums.run(method.tree.body)
     Upsamplings(method).run()
     found.pads = Paddings(method, gives).run()
     sums.activate(method.tree.body)
-    for path, chain in (*modulations.chains(), *sums.chains()):
+    for path, chain in (*modulated, *sums.chains()):
         found.chains.setdefault(path, []).append(chain)
     keep_formats(method)
     found.calls_norms = replace_norm_calls(method)

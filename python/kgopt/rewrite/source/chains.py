@@ -13,21 +13,13 @@ from typing import Any
 
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.glue.heads import FollowedSite
-from kgopt.rewrite.meanings import UNKNOWN, describe_method, with_number
+from kgopt.rewrite.meanings import describe_method
 from kgopt.rewrite.patterns import OTHER, Match, Node, is_trivial, match, why_alone
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.expressions import (
-    ARITHMETIC,
-    assign,
-    call_of,
-    constant,
-    evaluated_first,
-    is_listed,
-    of_one_argument,
-    replace,
-)
+from kgopt.rewrite.source.expressions import arithmetic, evaluated_first, gate_of, is_listed, is_name, of_one_argument
 from kgopt.rewrite.source.method import Held, Method
 from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, reads, walk, writes
+from kgopt.rewrite.source.trees import call_of, forgotten, moved_out, replace
 
 
 @dataclass
@@ -177,7 +169,7 @@ class Chains:
             return made
         if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Add):
             return Node("add", origin=_Origin(e, k, methods=("__add__",))), [e.left, e.right]
-        if isinstance(e, ast.BinOp) and isinstance(e.op, ast.Mult):
+        if isinstance(e, ast.BinOp):
             return self._gated(e, k)
         if not isinstance(e, ast.Call) or not is_listed(e):
             return None
@@ -208,34 +200,28 @@ class Chains:
 
     def _with_number(self, e: ast.BinOp, k: int) -> tuple[Node, list[ast.expr]] | None:
         """``h / 2``, ``h * self.scale``: a value and a number, which stands there or is held by the module."""
-        method = ARITHMETIC.get(type(e.op))
-        if method is None:
+        held: Held = []
+        found = arithmetic(e, lambda other: self.method.constant(other, held))
+        if found is None:
             return None
-        for value, other in ((e.left, e.right), (e.right, e.left)):
-            held = None if constant(other) is not UNKNOWN else self.method.number(other)
-            number = constant(other) if held is None else held.value
-            name = with_number(method, number, reverse=other is e.left)
-            if name is None:
-                continue
-            called = f"__{'r' if other is e.left else ''}{method}__"
-            origin = _Origin(e, k, methods=(called,), numbers=[] if held is None else [(other, held)])
-            return Node("act", name=name, is_number=True, origin=origin), [value]
-        return None
+        name, called, value, number = found
+        origin = _Origin(e, k, methods=(called,), numbers=[pair for pair in held if pair[0] is number])
+        return Node("act", name=name, is_number=True, origin=origin), [value]
 
     def _gated(self, e: ast.BinOp, k: int) -> tuple[Node, list[ast.expr]] | None:
         """``h * torch.sigmoid(h)``, which is silu."""
-        for value, gate in ((e.left, e.right), (e.right, e.left)):
-            if not isinstance(value, ast.Name) or not self._is_value(value) or not isinstance(gate, ast.Call):
-                continue
-            known = self._known(gate, k)
-            if known is None or known[0].kind != "act" or known[0].name != "sigmoid" or known[0].inplace:
-                continue
-            origin, (given,) = known[0].origin, known[1]
-            if isinstance(given, ast.Name) and given.id == value.id:
-                methods = "__mul__", *origin.methods
-                made = _Origin(e, k, None, origin.operand, origin.role, methods)
-                return Node("act", name="silu", origin=made), [value]
-        return None
+        found = gate_of(e)
+        if found is None or not self._is_value(found[0]):
+            return None
+        value, gate = found
+        known = self._known(gate, k)
+        if known is None or known[0].kind != "act" or known[0].name != "sigmoid" or known[0].inplace:
+            return None
+        origin, (given,) = known[0].origin, known[1]
+        if not is_name(given, value.id):
+            return None
+        made = _Origin(e, k, None, origin.operand, origin.role, ("__mul__", *origin.methods))
+        return Node("act", name="silu", origin=made), [value]
 
     def _is_value(self, e: ast.expr) -> bool:
         """An expression whose value may be a tensor of the chain: a local variable, or a known call."""
@@ -277,12 +263,9 @@ class Chains:
         k = first.statement
         statement: Any = body[k]
         target = self.method.target(statement)
-        load = ast.copy_location(ast.Name("", ast.Load()), argument)
         if first.statement != last.statement:
             assert target is not None
-            load.id = target
-            body.insert(k, assign(target, argument, statement))
-            replace(statement, argument, load)
+            body.insert(k, moved_out(statement, argument, target))
             return True
         if not evaluated_first(statement.value, last.expression):
             self.found.reasons[self._norm_path(found)] = "its input is computed in a larger expression"
@@ -292,17 +275,10 @@ class Chains:
         whole = statement.value is last.expression
         if whole and target is not None:
             name = target
-        load.id = name
-        split: list[ast.stmt] = [assign(name, argument, statement)]
-        replace(statement, argument, load)
-        after: list[ast.stmt] = []
-        if not (whole and target is not None) and not whole:
-            result = ast.copy_location(ast.Name(name, ast.Load()), last.expression)
-            split.append(assign(name, last.expression, statement))
-            replace(statement, last.expression, result)
-        if name != target and not isinstance(statement, ast.Return):
-            after.append(assign(name, ast.copy_location(ast.Constant(None), statement), statement))
-        body[k : k + 1] = [*split, statement, *after]
+        split = [moved_out(statement, argument, name)]
+        if not whole:
+            split.append(moved_out(statement, last.expression, name))
+        body[k : k + 1] = [*split, statement, *(forgotten(name, statement) if name != target else [])]
         return True
 
     def _write(self, body: list[ast.stmt], plans: list[Match]) -> None:
@@ -331,15 +307,13 @@ class Chains:
             follower = self._follower(body, span[-1]) if whole else None
             if follower is not None:
                 run = call_of(name, "run_before", [follower, *arguments], place)
+            self._look_up_once(ready, run, name)
             if inline:
-                original = copy.copy(place)
-                self._look_up_once(ready, run, name)
-                choice = ast.copy_location(ast.IfExp(ready, run, original), place)
+                choice = ast.copy_location(ast.IfExp(ready, run, copy.copy(place)), place)
                 replace(body[span[0]], place, choice)
             else:
                 originals = [copied(body[k]) for k in span]
                 final = body[span[-1]]
-                self._look_up_once(ready, run, name)
                 replace(final, place, run)
                 branch = ast.copy_location(ast.If(ready, [final], originals), originals[0])
                 body[span[0] : span[-1] + 1] = [branch]
@@ -363,11 +337,8 @@ class Chains:
         if target is None or k + 1 >= len(body) or any(self.method.may_catch(n) for n in walk(self.method.tree)):
             return None  # what handles an error may read the value
         statement = body[k + 1]
-        call = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
-        if not isinstance(call, ast.Call) or not of_one_argument(call) or self.method.path(call.func) is None:
-            return None
-        argument = call.args[0]
-        if not isinstance(argument, ast.Name) or argument.id != target:
+        call: Any = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
+        if not of_one_argument(call) or self.method.path(call.func) is None or not is_name(call.args[0], target):
             return None
         read_later = isinstance(statement, ast.Assign) and self.method.target(statement) != target
         if read_later and target in self.live.after.get(id(statement), {target}):

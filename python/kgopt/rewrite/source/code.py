@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import linecache
+import operator
 import tokenize
 import types
 from collections.abc import Iterator, Mapping
@@ -19,11 +20,12 @@ from typing import Any
 from torch import nn
 
 from kgopt.rewrite.disguise import as_original
-from kgopt.rewrite.source.expressions import placed
 from kgopt.rewrite.source.names import SCOPES, walk
+from kgopt.rewrite.source.trees import placed
 from kgopt.rewrite.standing import Standing
 
 _FUTURE_FLAGS = sum(getattr(_future, name).compiler_flag for name in _future.all_feature_names)
+_PARTS = operator.attrgetter("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars")
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -58,7 +60,7 @@ def undecorated(function: types.FunctionType) -> types.FunctionType:
 
 def _only_calls(function: types.FunctionType, name: str) -> bool:
     try:
-        tree = _tree_of(function)
+        tree, _ = _trees_of(function)
     except CannotRewriteError:
         return False
     nodes = list(walk(tree))
@@ -79,9 +81,7 @@ def parse(function: types.FunctionType, decorated: bool = False) -> ast.Function
     ``decorated``: it was found inside the function that its decorator made.
     """
     if decorated:
-        tree = copy.copy(_tree_of(function))
-        tree.decorator_list = []
-        return tree
+        return _trees_of(function)[1]
     known = _PARSED.get(function.__code__)
     if known is None:
         try:
@@ -102,13 +102,11 @@ def _parse_anew(function: types.FunctionType) -> ast.FunctionDef:
     if hasattr(function, "__wrapped__"):
         raise CannotRewriteError("is wrapped by a decorator")
     # A decorator gave the function itself back (torch.jit.export): its code is what stands there.
-    found = copy.copy(_tree_of(function))
-    found.decorator_list = []
-    return found
+    return _trees_of(function)[1]
 
 
-def _tree_of(function: types.FunctionType) -> ast.FunctionDef:
-    """The tree with its decorators, proven to be what runs but for these."""
+def _trees_of(function: types.FunctionType) -> tuple[ast.FunctionDef, ast.FunctionDef]:
+    """The tree with its decorators, and without them, which is proven to be what runs."""
     code = function.__code__
     try:
         lines, first = inspect.getsourcelines(code)
@@ -127,7 +125,7 @@ def _tree_of(function: types.FunctionType) -> ast.FunctionDef:
     plain.decorator_list = []
     if not _same_code(_compile(function, plain, ()), code):
         raise CannotRewriteError("has other source than what runs")
-    return found
+    return found, plain
 
 
 def _compile(function: types.FunctionType, tree: ast.FunctionDef, more_free: tuple[str, ...]) -> types.CodeType:
@@ -177,15 +175,7 @@ def _imported(filename: str) -> frozenset[str]:
 
 
 def _same_code(a: types.CodeType, b: types.CodeType) -> bool:
-    if (a.co_code, a.co_names, a.co_varnames, a.co_freevars, a.co_cellvars) != (
-        b.co_code,
-        b.co_names,
-        b.co_varnames,
-        b.co_freevars,
-        b.co_cellvars,
-    ):
-        return False
-    if len(a.co_consts) != len(b.co_consts):
+    if _PARTS(a) != _PARTS(b) or len(a.co_consts) != len(b.co_consts):
         return False
     for x, y in zip(a.co_consts, b.co_consts, strict=True):
         if isinstance(x, types.CodeType) and isinstance(y, types.CodeType):
@@ -194,6 +184,13 @@ def _same_code(a: types.CodeType, b: types.CodeType) -> bool:
         elif type(x) is not type(y) or repr(x) != repr(y):
             return False
     return True
+
+
+def _with_code(function: types.FunctionType, code: types.CodeType, closure: tuple[Any, ...]) -> types.FunctionType:
+    """Another function with the globals, name and defaults of one."""
+    made = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def rebuild(
@@ -215,18 +212,9 @@ def rebuild(
     code = _compile(function, tree, tuple(more))
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     cells.update((name, types.CellType(value)) for name, value in more.items())
-    made = types.FunctionType(
-        code,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        tuple(cells[name] for name in code.co_freevars),
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__annotations__ = function.__annotations__
-    made.__qualname__ = function.__qualname__
-    made.__doc__ = function.__doc__
-    made.__module__ = function.__module__
+    made = _with_code(function, code, tuple(cells[name] for name in code.co_freevars))
+    for name in ("__annotations__", "__qualname__", "__doc__", "__module__"):
+        setattr(made, name, getattr(function, name))
     made.__dict__.update(function.__dict__)
     return made
 
@@ -235,10 +223,7 @@ def redecorated(function: types.FunctionType, inside: types.FunctionType, standi
     """What a decorator made, around another function than its ``__wrapped__``."""
     seen = function.__wrapped__  # type: ignore[attr-defined]
     cells = [types.CellType(inside) if cell.cell_contents is seen else cell for cell in function.__closure__ or ()]
-    made = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
+    made = _with_code(function, function.__code__, tuple(cells))
     _kgopt_made, _kgopt_seen, _kgopt_code, _kgopt_standing = made, function, function.__code__, standing
     _kgopt_class, _kgopt_name = standing.original, standing.name
 

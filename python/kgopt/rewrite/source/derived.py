@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from kgopt.rewrite import classes, disguise, originals, watching
 from kgopt.rewrite.chain import Chain, takes_another
 from kgopt.rewrite.classes import Part, Stand
-from kgopt.rewrite.meanings import UNKNOWN, describe_function, with_number
+from kgopt.rewrite.meanings import UNKNOWN, describe_function
 from kgopt.rewrite.modules import does_nothing, has_own_methods
 from kgopt.rewrite.norms import LEAVES
 from kgopt.rewrite.places import Places
 from kgopt.rewrite.roles import role_of
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.source.code import CannotRewriteError, parse
-from kgopt.rewrite.source.expressions import ARITHMETIC, constant
+from kgopt.rewrite.source.expressions import arithmetic, constant, is_name
 from kgopt.rewrite.source.reading import Reading, UnreadError
 from kgopt.rewrite.standing import Standing
 
@@ -103,8 +103,7 @@ class _Reading(Reading):
 
     def own(self, e: ast.expr) -> str:
         """The name of ``self.name``; "" for anything else."""
-        is_own = isinstance(e, ast.Attribute) and isinstance(e.value, ast.Name) and e.value.id == self.self_name
-        return e.attr if is_own else ""  # type: ignore[attr-defined]
+        return e.attr if isinstance(e, ast.Attribute) and is_name(e.value, self.self_name) else ""
 
     def test(self, e: ast.expr) -> bool:
         if isinstance(e, ast.UnaryOp) and isinstance(e.op, ast.Not):
@@ -157,14 +156,12 @@ class _Reading(Reading):
 
     def with_number(self, e: ast.BinOp) -> _Value:
         """``norm(x) * 2``."""
-        reverse = constant(e.left) is not UNKNOWN
-        value, other = (e.right, e.left) if reverse else (e.left, e.right)
-        method = ARITHMETIC.get(type(e.op), "")
-        name = with_number(method, constant(other), reverse)
-        if name is None:
+        found = arithmetic(e)
+        if found is None:
             raise UnreadError
-        self.methods.append(f"__{'r' if reverse else ''}{method}__")
-        return self.step(value, "", (None, name))
+        act, method, value, *_ = found
+        self.methods.append(method)
+        return self.step(value, "", (None, act))
 
     def _is_value(self, v: Any) -> bool:
         """Of all the steps so far."""

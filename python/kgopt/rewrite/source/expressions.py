@@ -1,17 +1,16 @@
-"""Small questions about expressions, and small changes of trees."""
+"""Small questions about expressions."""
 
 from __future__ import annotations
 
 import ast
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-from kgopt.rewrite.meanings import UNKNOWN
+from kgopt.rewrite.meanings import UNKNOWN, with_number
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.names import SCOPES, copied, walk
+from kgopt.rewrite.source.names import SCOPES, walk
 
-Node = TypeVar("Node", bound=ast.AST)
-
-ARITHMETIC = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}  # tensors' methods
+_ARITHMETIC = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}  # tensors' methods
 
 
 def path_of(expression: ast.expr, root: str, owner: str) -> Path | None:
@@ -67,23 +66,51 @@ def constant(e: ast.expr) -> Any:
         return UNKNOWN
 
 
+def arithmetic(
+    e: ast.BinOp, value_of: Callable[[ast.expr], Any] = constant
+) -> tuple[str, str, ast.expr, ast.expr] | None:
+    """Of ``h / 2`` or ``2 * h``: the activation that it is, tensors' method that runs, and the value's and the number's
+    expressions. ``value_of`` gives the number that an expression is, or something else.
+    """
+    method = _ARITHMETIC.get(type(e.op))
+    if method is None:
+        return None
+    for value, number in ((e.left, e.right), (e.right, e.left)):
+        reverse = number is e.left
+        act = with_number(method, value_of(number), reverse)
+        if act is not None:
+            return act, f"__{'r' if reverse else ''}{method}__", value, number
+    return None
+
+
+def gate_of(e: Any) -> tuple[ast.Name, ast.Call] | None:
+    """The variable and the call in ``h * torch.sigmoid(h)`` or ``torch.sigmoid(h) * h``, whatever is called."""
+    if not isinstance(e, ast.BinOp) or not isinstance(e.op, ast.Mult):
+        return None
+    value, gate = (e.left, e.right) if isinstance(e.left, ast.Name) else (e.right, e.left)
+    return (value, gate) if isinstance(value, ast.Name) and isinstance(gate, ast.Call) else None
+
+
 def text_of(path: Path) -> str:
     """A path as it stands in the source."""
     return "".join(f".{p}" if isinstance(p, str) else f"[{p}]" for p in path)
 
 
-def placed(tree: Node, place: ast.AST) -> Node:
-    """A tree, on the lines of ``place``."""
-    for node in walk(tree):
-        if "lineno" in node._attributes:
-            ast.copy_location(node, place)
-    return tree
+def called_of(e: Any) -> tuple[str, str]:
+    """The two names in ``site.method(...)``; empty ones for anything else."""
+    function = e.func if isinstance(e, ast.Call) else None
+    is_method = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
+    return (function.value.id, function.attr) if is_method else ("", "")  # type: ignore[union-attr]
 
 
-def call_of(site: str, method: str, arguments: list[ast.expr], place: ast.AST) -> ast.Call:
-    """``site.method(*arguments)``, on the lines of ``place``."""
-    function = ast.Attribute(ast.Name(site, ast.Load()), method, ast.Load())
-    return placed(ast.Call(function, [copied(n) for n in arguments], []), place)
+def is_name(e: Any, name: str) -> bool:
+    """Whether it is that variable."""
+    return isinstance(e, ast.Name) and e.id == name
+
+
+def elements_of(e: ast.expr) -> list[ast.expr]:
+    """Those of a tuple as it is written, or the one expression."""
+    return e.elts if isinstance(e, ast.Tuple) else [e]
 
 
 def of_one_argument(e: Any) -> bool:
@@ -94,38 +121,6 @@ def of_one_argument(e: Any) -> bool:
 def is_listed(call: ast.Call) -> bool:
     """Whether a call's arguments all stand in it, one by one."""
     return not any(isinstance(a, ast.Starred) for a in call.args) and all(word.arg for word in call.keywords)
-
-
-def as_function(call: ast.Call, method: str = "") -> ast.Lambda:
-    """What a call makes of its first argument, as a function; ``method``: of what it is called of."""
-    made, value = copied(call), ast.Name("_kgopt_value", ast.Load())
-    if method:
-        made.func = ast.Attribute(value, method, ast.Load())
-    else:
-        made.args[0] = value
-    arguments = ast.arguments([], [ast.arg("_kgopt_value")], None, [], [], None, [])
-    return placed(ast.Lambda(arguments, made), call)
-
-
-def assign(name: str, value: ast.expr, place: ast.stmt) -> ast.stmt:
-    """``name = value``."""
-    target = ast.copy_location(ast.Name(name, ast.Store()), place)
-    return ast.copy_location(ast.Assign([target], value), place)
-
-
-def replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
-    """Puts a node in the place of another, somewhere in a tree."""
-    for node in walk(tree):
-        for name, value in ast.iter_fields(node):
-            if value is old:
-                setattr(node, name, new)
-                return
-            if isinstance(value, list):
-                for i, item in enumerate(value):
-                    if item is old:
-                        value[i] = new
-                        return
-    raise AssertionError("the expression is not in its statement")
 
 
 def evaluated_first(whole: ast.expr, part: ast.expr) -> bool:

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from kgopt.rewrite.glue.heads import FollowedSite, Normalizations
-from kgopt.rewrite.source.expressions import call_of, of_one_argument
+from kgopt.rewrite.source.expressions import called_of, of_one_argument
 from kgopt.rewrite.source.method import Method
+from kgopt.rewrite.source.trees import call_of
 from kgopt.rewrite.source.waiting import Paths, Waiting
 
 
@@ -29,10 +30,11 @@ class Heads(Waiting):
 
     def begins(self, e: Any) -> bool:
         """What a chain computes, with no convolution in the next statement; also in calls that may do nothing."""
-        run = _run_of(self._inside(e))
-        if run is None or not isinstance(self.method.sites.get(run.func.value.id), FollowedSite):
+        run = _run_of(self.method.inside(e))
+        site, verb = called_of(run)
+        if not isinstance(self.method.sites.get(site), FollowedSite):
             return False
-        return run.func.attr == "run" or (run.func.attr == "run_before" and self.method.what(run.args[0])[0] == "same")
+        return verb == "run" or (verb == "run_before" and self.method.what(run.args[0])[0] == "same")
 
     def convolves(self, e: Any) -> bool:
         """``self.conv(h)``, ``self.conv(self.dropout(h))``; also of a module that pads and convolves."""
@@ -40,11 +42,11 @@ class Heads(Waiting):
 
     def skips(self, e: Any) -> bool:
         """``self.dropout(h)``."""
-        return of_one_argument(e) and self.method.what(e.func)[0] == "same"
+        return bool(self.method.around(e))
 
     def value_of(self, call: ast.Call) -> ast.expr:
         """Without the calls around it that may do nothing."""
-        return call.args[0] if self.begins(call.args[0]) else self._inside(call.args[0])
+        return call.args[0] if self.begins(call.args[0]) else self.method.inside(call.args[0])
 
     def accepts(self, e: ast.expr, paths: Paths) -> bool:
         """Where all paths lead to one convolution."""
@@ -60,13 +62,14 @@ class Heads(Waiting):
             yield statement, call
 
     def _note(self, e: ast.expr, calls: list[ast.Call], skips: list[ast.Call], alone: bool) -> None:
-        around = [*self._around(e), *skips, *(part for call in calls for part in self._around(call.args[0]))]
+        inner = [part for call in calls for part in self.method.around(call.args[0])]
+        around = [*self.method.around(e), *skips, *inner]
         modules = {ast.unparse(part.func): part.func for part in around}
         between = ast.Tuple(list(modules.values()), ast.Load())
         self._ends[id(e)] = [calls[0].func, *(ast.copy_location(n, e) for n in (ast.Constant(alone), between))]
 
     def _begin(self, e: Any) -> Any:
-        inside = self._inside(e)
+        inside = self.method.inside(e)
         made, run = copy.copy(inside), _run_of(inside)
         given = run.args[1:] if run.func.attr == "run_before" else run.args
         later = call_of(run.func.value.id, "run_later", [*self._ends[id(e)], *given], run)
@@ -74,35 +77,15 @@ class Heads(Waiting):
             made = later
         else:
             made.body = later
-        return self._skipped(e, made)
+        return self.method.skipped(self.name, e, made)
 
     def _through(self, call: ast.Call, value: ast.expr) -> ast.Call:
         made = copy.copy(call)
-        made.args = [value if self.begins(call.args[0]) else self._skipped(call.args[0], value)]
+        given = call.args[0]
+        made.args = [value if self.begins(given) else self.method.skipped(self.name, given, value)]
         return made
-
-    def _skipped(self, e: ast.expr, value: ast.expr) -> ast.expr:
-        """An expression with another value in the calls that may do nothing."""
-        for part in reversed(self._around(e)):
-            value = call_of(self.name, "skip", [part.func, value], part)
-        return value
-
-    def _around(self, e: Any) -> list[ast.Call]:
-        """The calls of an expression that may do nothing, the outer ones first."""
-        found: list[ast.Call] = []
-        while self.skips(e):
-            found.append(e)
-            e = e.args[0]
-        return found
-
-    def _inside(self, e: Any) -> Any:
-        """What is in them."""
-        around = self._around(e)
-        return around[-1].args[0] if around else e
 
 
 def _run_of(e: Any) -> Any:
-    """The call of a site in ``site.run(...) if site.ready(...) else ...``, or itself; None: something else."""
-    run: Any = e.body if isinstance(e, ast.IfExp) else e
-    is_method = isinstance(run, ast.Call) and isinstance(run.func, ast.Attribute)
-    return run if is_method and isinstance(run.func.value, ast.Name) else None
+    """The call of a site in ``site.run(...) if site.ready(...) else ...``, or itself."""
+    return e.body if isinstance(e, ast.IfExp) else e

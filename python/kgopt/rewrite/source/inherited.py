@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from kgopt.rewrite.source.code import undecorated
-from kgopt.rewrite.source.expressions import placed
 from kgopt.rewrite.source.method import Inherited, Method
 from kgopt.rewrite.source.names import walk
+from kgopt.rewrite.source.trees import placed
 
 
 def inherited_calls(method: Method, cls: type) -> Iterator[tuple[ast.Call, types.FunctionType]]:

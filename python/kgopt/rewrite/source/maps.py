@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 
 import torch.nn.functional as F
 
-from kgopt.rewrite.source.expressions import call_of, is_listed, of_one_argument
+from kgopt.rewrite.source.expressions import called_of, is_listed, of_one_argument
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import walk
+from kgopt.rewrite.source.names import loads, walk
+from kgopt.rewrite.source.norm_calls import parts_of
 from kgopt.rewrite.source.quiet import is_quiet
+from kgopt.rewrite.source.trees import call_of
 
 _OPERANDS = {"times", "plus", "times_in_place", "plus_in_place", "addcmul"}  # methods that take maps
 
@@ -58,7 +60,7 @@ class Maps:
                 if target is not None and target != name:
                     found.of_maps.append(other)
                     found.names.add(target)
-        reads = [any(_loads(other, n) for n in found.names) for other in behind]
+        reads = [any(loads(other, n) for n in found.names) for other in behind]
         if True not in reads:
             return None
         last = len(reads) - reads[::-1].index(True)
@@ -66,7 +68,7 @@ class Maps:
 
     def _behind(self, s: ast.stmt) -> list[ast.stmt]:
         body = self.method.tree.body
-        return body[[other is s for other in body].index(True) + 1 :]
+        return body[body.index(s) + 1 :]
 
     def _is_harmless(self, s: ast.stmt, between: list[str]) -> bool:
         """A statement that changes no tensor."""
@@ -100,10 +102,8 @@ class Maps:
                 writer.visit(s)
             call = u.statement.value
             assert isinstance(call, ast.Call)
-            words = ast.Dict([ast.Constant(w.arg) for w in call.keywords], [w.value for w in call.keywords])
             more = [ast.Name(self.method.self_name, ast.Load()), *map(ast.Constant, dict.fromkeys(u.between))]
-            arguments = [call.func, ast.Tuple(call.args, ast.Load()), words, *more]
-            u.statement.value = call_of(site, "enlarge", arguments, call)
+            u.statement.value = call_of(site, "enlarge", [*parts_of(call), *more], call)
 
 
 class _Writer(ast.NodeTransformer):
@@ -117,11 +117,8 @@ class _Writer(ast.NodeTransformer):
 
     def takes(self, node: ast.AST) -> bool:
         """Whether a call multiplies with, or adds, what may be a map."""
-        function = node.func if isinstance(node, ast.Call) else None
-        if not isinstance(function, ast.Attribute) or function.attr not in _OPERANDS:
-            return False
-        is_site = isinstance(function.value, ast.Name) and function.value.id == self.site
-        return is_site and any(map(self._is_operand, node.args))  # type: ignore[attr-defined]
+        site, verb = called_of(node)
+        return site == self.site and verb in _OPERANDS and any(map(self._is_operand, node.args))  # type: ignore[attr-defined]
 
     def _operand(self, e: ast.expr) -> ast.expr:
         return call_of(self.site, "of_map", [e.func, e.args[0]], e) if isinstance(e, ast.Call) else e
@@ -142,7 +139,3 @@ class _Writer(ast.NodeTransformer):
         if not isinstance(node.ctx, ast.Load) or node.id not in self.u.names:
             return node
         return call_of(self.site, "now", [node], node)
-
-
-def _loads(s: ast.AST, name: str) -> bool:
-    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load) for n in walk(s))

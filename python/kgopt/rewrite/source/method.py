@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from kgopt.rewrite.glue.heads import FollowedSite
-from kgopt.rewrite.meanings import UNKNOWN, describe_function
+from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method
 from kgopt.rewrite.norm_calls import NormCall
 from kgopt.rewrite.patterns import Node
 from kgopt.rewrite.roles import Number, Path, Role
 from kgopt.rewrite.source.code import CannotRewriteError
-from kgopt.rewrite.source.expressions import constant, path_of, text_of
+from kgopt.rewrite.source.expressions import constant, of_one_argument, path_of, text_of
 from kgopt.rewrite.source.names import copied, walk, writes
+from kgopt.rewrite.source.trees import call_of
 from kgopt.rewrite.waits import Written
 
 
@@ -103,24 +104,57 @@ class Method:
         return None if node is not None and node.kind == "add" else node
 
     def constants(self, call: ast.Call, held: Held | None = None) -> tuple[list[Any], dict[str, Any]]:
-        """Its arguments, those that are no constants as UNKNOWN. With ``held`` numbers that the module holds are known,
-        too, and noted there: who asks for them has to compare them at each call.
+        """Its arguments, as :meth:`constant` has them."""
+        words = {str(w.arg): self.constant(w.value, held) for w in call.keywords}
+        return [self.constant(a, held) for a in call.args], words
+
+    def constant(self, e: ast.expr, held: Held | None = None) -> Any:
+        """Its value; UNKNOWN where it is no constant. With ``held`` numbers that the module holds are known, too, and
+        noted there: who asks for them has to compare them at each call.
         """
+        found = constant(e)
+        number = self.number(e) if found is UNKNOWN and held is not None else None
+        if number is None or held is None:
+            return found
+        held.append((e, number))
+        return number.value
 
-        def value(e: ast.expr) -> Any:
-            found = constant(e)
-            number = self.number(e) if found is UNKNOWN and held is not None else None
-            if number is None or held is None:
-                return found
-            held.append((e, number))
-            return number.value
-
-        return [value(a) for a in call.args], {str(w.arg): value(w.value) for w in call.keywords}
+    def activation(self, call: ast.Call, value: ast.expr | None = None) -> tuple[str, Any, str] | None:
+        """Of a call that is an activation, but no child's: its name, and the function that is called, or the name of
+        the method if it is one of ``value``.
+        """
+        function, method = None, ""
+        if isinstance(call.func, ast.Attribute) and call.func.value is value:
+            method = call.func.attr
+            node = describe_method(method, *self.constants(call))
+        else:
+            function = self.function(call.func)
+            node = None if function is None else self.described(function, call)
+        return (node.name, function, method) if node is not None and node.kind == "act" else None
 
     def number(self, e: ast.expr) -> Number | None:
         """What ``self.factor`` is, if that is a number."""
         kind, text, _ = self.what(e) if self.path(e) is not None else ("", "", False)
         return Number(ast.literal_eval(text)) if kind == "number" else None
+
+    def around(self, e: Any) -> list[ast.Call]:
+        """Calls of children that may do nothing, around an expression, the outer ones first: ``self.dropout(h)``."""
+        found: list[ast.Call] = []
+        while of_one_argument(e) and self.what(e.func)[0] == "same":
+            found.append(e)
+            e = e.args[0]
+        return found
+
+    def inside(self, e: Any) -> Any:
+        """What is in them."""
+        around = self.around(e)
+        return around[-1].args[0] if around else e
+
+    def skipped(self, site: str, e: ast.expr, value: ast.expr) -> ast.expr:
+        """The same calls around another value, as calls of a site, which does what they do."""
+        for part in reversed(self.around(e)):
+            value = call_of(site, "skip", [part.func, value], part)
+        return value
 
     def path(self, e: ast.expr) -> Path | None:
         """Of an expression such as ``self.a.b[0]``."""

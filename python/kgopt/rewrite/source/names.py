@@ -56,6 +56,20 @@ def reads(tree: ast.AST | list[Any] | None) -> set[str]:
     return found
 
 
+def loads(tree: ast.AST, name: str) -> list[ast.Name]:
+    """The places where code reads a variable."""
+    return [n for n in walk(tree) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+
+
+def outside_scopes(e: ast.AST) -> Iterator[Any]:
+    """The parts of an expression, the outer ones first, without those that run later or elsewhere."""
+    if isinstance(e, SCOPES):
+        return
+    yield e
+    for child in ast.iter_child_nodes(e):
+        yield from outside_scopes(child)
+
+
 def writes(tree: ast.AST) -> set[str]:
     """Names that code may write or delete."""
     found: set[str] = set()

@@ -11,9 +11,10 @@ from typing import Any
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.norm_calls import NORM_CALLS, NormCall
 from kgopt.rewrite.source.code import own_methods
-from kgopt.rewrite.source.expressions import call_of
+from kgopt.rewrite.source.expressions import is_listed, is_name, of_one_argument
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks
+from kgopt.rewrite.source.trees import call_of
 
 _NAMES = frozenset(function.__name__ for function in NORM_CALLS)
 
@@ -30,9 +31,7 @@ def calls_norms(cls: type) -> bool:
 
 def is_norm_call(method: Method, e: Any) -> bool:
     """A call of such a function whose value may wait: its tensor is the first argument."""
-    if not isinstance(e, ast.Call) or not e.args or any(isinstance(a, ast.Starred) for a in e.args):
-        return False
-    return all(word.arg is not None for word in e.keywords) and _norm_of(method, e) is not None
+    return isinstance(e, ast.Call) and bool(e.args) and is_listed(e) and _norm_of(method, e) is not None
 
 
 def site_of(method: Method, call: ast.Call) -> NormCall:
@@ -84,19 +83,16 @@ def _norm_of(method: Method, call: ast.Call) -> Any:
 
 def _activation(method: Method, call: ast.Call) -> tuple[str, Any, tuple[Any, Any]] | None:
     """What a call of an activation is: its name, its role, and its arguments after the first one."""
-    if any(isinstance(a, ast.Starred) for a in call.args) or any(word.arg is None for word in call.keywords):
+    if not is_listed(call):
         return None
-    path = method.path(call.func)
-    if path:
-        role = method.role(path)
-        is_act = role is not None and role[0] == "act" and role[1] != PRELU and len(call.args) == 1
-        return (role[1], role[1], ((), {})) if is_act and role is not None and not call.keywords else None
-    function = method.function(call.func)
-    node = None if function is None else method.described(function, call)
-    if node is None or node.kind != "act" or node.name == PRELU:
+    if method.path(call.func):
+        kind, name, _ = method.what(call.func)
+        return (name, name, ((), {})) if kind == "act" and name != PRELU and of_one_argument(call) else None
+    found = method.activation(call)
+    if found is None or found[0] == PRELU:
         return None
     args, kwargs = method.constants(call)
-    return node.name, function, (tuple(args[1:]), kwargs)
+    return *found[:2], (tuple(args[1:]), kwargs)
 
 
 def _join_statements(method: Method, body: list[ast.stmt], norms: dict[ast.Call, Any]) -> None:
@@ -106,8 +102,7 @@ def _join_statements(method: Method, body: list[ast.stmt], norms: dict[ast.Call,
         norm, act = getattr(first, "value", None), getattr(second, "value", None)
         if name is None or norm not in norms or not isinstance(act, ast.Call) or not act.args:
             continue
-        read = act.args[0]
-        if method.target(second) != name or not isinstance(read, ast.Name) or read.id != name:
+        if method.target(second) != name or not is_name(act.args[0], name):
             continue
         if _activation(method, act) is not None:
             act.args[0] = norm

@@ -15,12 +15,11 @@ from kgopt.rewrite.meanings import conv_of
 from kgopt.rewrite.modules import is_zero_padding
 from kgopt.rewrite.padding import Pads
 from kgopt.rewrite.source.code import own_methods
-from kgopt.rewrite.source.expressions import constant, is_plain, of_one_argument
+from kgopt.rewrite.source.expressions import called_of, constant, is_plain, of_one_argument
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import walk
 from kgopt.rewrite.source.waiting import Block, Paths, Waiting
 
-_CONVS = ("conv2d", "conv3d")
 _FUNCTIONS = (torch.conv2d, torch.conv3d)
 _NAMES = {"pad", *(f.__name__ for f in CATS)}
 
@@ -40,7 +39,7 @@ def pads_in(function: types.FunctionType) -> bool:
 
 
 def _calls_conv(function: types.FunctionType) -> bool:
-    return not set(_CONVS).isdisjoint(inspect.unwrap(function).__code__.co_names)
+    return not {f.__name__ for f in _FUNCTIONS}.isdisjoint(inspect.unwrap(function).__code__.co_names)
 
 
 def _functions(cls: type) -> list[types.FunctionType]:
@@ -70,9 +69,7 @@ class Paddings(Waiting):
 
     def _is_of_child(self, e: Any) -> bool:
         """``site.through(self, self.conv, h)``."""
-        func = e.func if isinstance(e, ast.Call) and len(e.args) > 1 else None
-        is_through = isinstance(func, ast.Attribute) and func.attr == "through" and isinstance(func.value, ast.Name)
-        return is_through and func.value.id == self.name and bool(self.method.path(e.args[1]))  # type: ignore[union-attr]
+        return called_of(e) == (self.name, "through") and len(e.args) > 1 and bool(self.method.path(e.args[1]))
 
     def given(self, body: Block) -> dict[int, tuple[ast.stmt, ast.Call | None]]:
         """Those of ``self.conv(F.pad(x, ...))``, where x is the argument and nothing else reads it."""
@@ -113,8 +110,7 @@ class Paddings(Waiting):
             if of_self or self._is_super(e.func.value):
                 return True
         if self.method.path(e.func):
-            kind, name, _ = self.method.what(e.func)
-            return kind == "conv" and name in _CONVS
+            return self.is_conv(e.func)
         function = self.method.function(e.func)
         return any(function is f for f in _FUNCTIONS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from kgopt.rewrite.meanings import describe_method
-from kgopt.rewrite.source.expressions import of_one_argument
+from kgopt.rewrite.source.expressions import is_name, of_one_argument
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import blocks, copied, walk
 
@@ -49,19 +49,12 @@ def _acts_on(method: Method, statement: ast.Assign | ast.Return, name: str) -> b
     for node in walk(statement):
         if not isinstance(node, ast.Call):
             continue
-        is_act = method.what(node.func)[0] in ("act", "same")
-        function = None if method.path(node.func) else method.function(node.func)
-        if function is not None:
-            described = method.described(function, node)
-            is_act = described is not None and described.kind == "act"
-        if is_act and node.args and isinstance(node.args[0], ast.Name) and node.args[0].id == name:
+        is_act = method.what(node.func)[0] in ("act", "same") or method.activation(node) is not None
+        if is_act and node.args and is_name(node.args[0], name):
             return True
-        if (
-            isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == name
-            and describe_method(node.func.attr, *method.constants(node)) is not None
-        ):
+        called = node.func
+        is_method = isinstance(called, ast.Attribute) and is_name(called.value, name)
+        if is_method and describe_method(called.attr, *method.constants(node)) is not None:  # type: ignore[attr-defined]
             return True
     return False
 
@@ -70,8 +63,7 @@ def _convolves(method: Method, statement: ast.stmt, name: str | None) -> bool:
     call = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
     if name is None or not isinstance(call, ast.Call) or not of_one_argument(call):
         return False
-    argument = call.args[0]
-    return method.what(call.func)[0] == "conv" and isinstance(argument, ast.Name) and argument.id == name
+    return method.what(call.func)[0] == "conv" and is_name(call.args[0], name)
 
 
 def _append(statement: ast.If, follower: ast.stmt) -> None:

@@ -12,27 +12,28 @@ from typing import Any
 import torch
 
 from kgopt.rewrite.chain import Chain
-from kgopt.rewrite.meanings import describe_method
 from kgopt.rewrite.roles import Path
 from kgopt.rewrite.source.expressions import (
-    as_function,
-    assign,
-    call_of,
+    called_of,
+    constant,
     evaluated_first,
+    is_name,
     is_plain,
     is_test,
     of_one_argument,
-    replace,
 )
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, reads, walk, writes
+from kgopt.rewrite.source.names import blocks, copied, liveness, loads, outside_scopes, reads, walk, writes
 from kgopt.rewrite.source.norm_calls import is_norm_call, site_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
+from kgopt.rewrite.source.trees import as_function, assign, become, call_of, replace
 from kgopt.rewrite.sums import Activated, Sum
 
 _OPERANDS = {"finish": 2, "finish_in_place": 2, "finish_by": 3}  # of a sum that nothing scales
 _SCALED = {ast.Div: "finish", ast.Mult: "finish_times"}  # by what is done to the sum
 _Scaled = tuple[ast.expr, str, list[ast.expr]]
+_IsTotal = Callable[[Any], bool]  # what an activation may be computed with
+_Join = Callable[[ast.Call, Any], bool]  # turns the activation's call into one of both, if it may
 
 
 class Sums:
@@ -42,10 +43,9 @@ class Sums:
         self.method = method
         self._norms: dict[str, tuple[Path, str, str]] = {}  # by the sum's name: which norm, its kind, the activation
 
-    def chains(self) -> Iterator[tuple[Path, Chain]]:
+    def chains(self) -> list[tuple[Path, Chain]]:
         """Those that begin with a norm of the method's own."""
-        for path, kind, act in self._norms.values():
-            yield path, Chain(kind, added=True, post=act)
+        return [(path, Chain(kind, added=True, post=act)) for path, kind, act in self._norms.values()]
 
     def run(self, body: list[ast.stmt]) -> None:
         """Writes those of a block and of the blocks in it."""
@@ -56,10 +56,8 @@ class Sums:
             self._sum_of_call(body[k])
             self._sum_of_names(body, k)
         for statement in body:
-            self._act_on_sums(statement)
-        for k in reversed(range(len(body) - 1)):
-            if self._act_behind(body[k], body[k + 1], self._is_sum, self._join):
-                del body[k]
+            self._act_on(statement, self._is_sum, self._join)
+        self._act_behind_all(body, self._is_sum, self._join)
 
     def _blocks_of(self, statement: ast.stmt) -> list[list[ast.stmt]]:
         """The blocks in a statement that run in its method's own order."""
@@ -80,17 +78,15 @@ class Sums:
 
     def _sums_of_calls(self, e: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
         """Sums in an expression, and which side of each is the call."""
-        if isinstance(e, SCOPES):
-            return
-        sides = self._addition(e)
-        if sides is not None:
+        for part in outside_scopes(e):
+            sides = self._addition(part)
+            if sides is None:
+                continue
             left, right, _ = sides
-            if self._can_wait(self._passed_on(right)):
-                yield e, right  # type: ignore[misc]
-            elif self._can_wait(inner := self._passed_on(left)) and self._may_run_beside(inner, right, []):
-                yield e, left  # type: ignore[misc]
-        for child in ast.iter_child_nodes(e):
-            yield from self._sums_of_calls(child)
+            if self._can_wait(self.method.inside(right)):
+                yield part, right
+            elif self._can_wait(inner := self.method.inside(left)) and self._may_run_beside(inner, right, []):
+                yield part, left
 
     def _addition(self, e: Any) -> tuple[ast.expr, ast.expr, list[ast.expr]] | None:
         """The sides of ``a + b``, ``torch.add(a, b)``, ``a.add(b)`` or ``a.add_(b)``, and how the site is told of a
@@ -108,16 +104,6 @@ class Sums:
         if not is_method or len(e.args) != 1 or e.keywords or self.method.path(e.func) is not None:
             return None
         return e.func.value, e.args[0], [ast.copy_location(ast.Constant(e.func.attr), e)]  # type: ignore[attr-defined]
-
-    def _passed_on(self, e: ast.expr) -> ast.expr:
-        """What ``self.drop_path(self.norm(h))`` may only pass on."""
-        while isinstance(e, ast.Call) and len(e.args) == 1 and not e.keywords:
-            path = self.method.path(e.func)
-            role = self.method.role(path) if path else None
-            if role is None or role[0] != "same":
-                break
-            e = e.args[0]
-        return e
 
     def _may_run_beside(self, call: ast.expr, e: ast.expr, between: list[str]) -> bool:
         """Whether an expression may be evaluated while the value of ``call`` waits; it calls children ``between``."""
@@ -158,7 +144,7 @@ class Sums:
         return _is_number(e)
 
     def _write_sum(self, statement: ast.stmt, e: ast.expr, side: ast.expr) -> None:
-        sides, call = self._addition(e), self._passed_on(side)
+        sides, call = self._addition(e), self.method.inside(side)
         assert sides is not None
         assert isinstance(call, ast.Call)
         left, right, how = sides
@@ -166,9 +152,7 @@ class Sums:
         between: list[str] = []
         if side is left:
             self._may_run_beside(call, right, between)
-        begin: ast.expr = self._begin(name, call, between)
-        if side is not call:
-            begin = self._through(name, side, {id(call): begin})
+        begin = self.method.skipped(name, side, self._begin(name, call, between))
         operands = [begin if s is side else s for s in (left, right)]
         around = None if how else next((n for n in walk(statement) if (self._scaled(n) or [None])[0] is e), None)
         whole = e if around is None else around
@@ -188,36 +172,43 @@ class Sums:
         while last < len(body):
             if target in reads(body[last]) and self._sum_in_branch(body, k, last, [*between], [*early]):
                 return
-            if self._reads_in_branch(body[last], target) or self._passes(body[last], target):
-                early.append(body[last])
-            elif target in reads(body[last]):
+            if not self._lets_wait(body[last], target, between, early):
                 break
-            elif target in writes(body[last]) or not self._is_harmless(body[last], between):
-                return
             last += 1
-        if last == len(body):
-            return
-        statement: Any = body[last]
+        if last < len(body) and target in reads(body[last]):
+            self._add(body[k], body, last, between, early)
+
+    def _lets_wait(self, s: ast.stmt, name: str, between: list[str], early: list[ast.stmt]) -> bool:
+        """Whether a value may wait on behind a statement, which may read it ``early``."""
+        if self._reads_in_branch(s, name) or self._passes(s, name):
+            early.append(s)
+            return True
+        return name not in reads(s) | writes(s) and self._is_harmless(s, between)
+
+    def _add(self, first: ast.stmt, body: list[ast.stmt], last: int, between: list[str], early: list[ast.stmt]) -> bool:
+        """Writes the sum that a statement computes of what the first one calls; whether it is one."""
+        statement = body[last]
         if isinstance(statement, (ast.AugAssign, ast.Expr)):
-            self._add_in_place(body[k], body, last, between, early)
-        elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) and statement.value is not None:
-            self._add_names(body[k], statement, between, early)
+            return self._add_in_place(first, body, last, between, early)
+        has_value = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) and statement.value is not None
+        return has_value and self._add_names(first, statement, between, early)
 
     def _add_names(self, first: Any, statement: Any, between: list[str], early: list[ast.stmt]) -> bool:
-        """Writes the sum that a statement computes of what the first one calls; whether it is one."""
+        """``(x + h) / self.scale``."""
         target, call = str(self.method.target(first)), first.value
         found = self._sum_with(statement.value, target, call, between)
-        loads = [n for n in walk(statement) if isinstance(n, ast.Name) and n.id == target]
-        read = [n for n in loads if isinstance(n.ctx, ast.Load)]
         anew = self.method.target(statement) == target
         dead = anew or target not in liveness(self.method.tree.body).after.get(id(statement), set())
-        if found is None or len(read) != 1 or not dead or not evaluated_first(statement.value, found[0]):
+        is_last = dead and len(loads(statement, target)) == 1  # that reads it
+        if found is None or not is_last or not evaluated_first(statement.value, found[0]):
             return False
         whole, sides, scaled, how = found
         name = self._new_sum(call)
         replace(first, call, self._begin(name, call, between))
         self._read_now(name, early, target)
-        sides = [self._through(name, s) if self._is_passed(s, target) else s for s in sides]
+        sides = [
+            self.method.skipped(name, s, self.method.inside(s)) if self._is_passed(s, target) else s for s in sides
+        ]
         replace(statement, whole, _finished(name, [*how, *sides], bool(how), scaled, whole))
         return True
 
@@ -227,31 +218,23 @@ class Sums:
         """``if self.has_skip: h = self.drop_path(h) + x``: where that is not so, the value is computed there."""
         branch: Any = body[last]
         target = str(self.method.target(body[k]))
-        if (
-            not isinstance(branch, ast.If)
-            or branch.orelse
-            or not self._is_test(branch.test)
-            or target in reads(branch.test)
-        ):
+        is_branch = isinstance(branch, ast.If) and not branch.orelse and self._is_test(branch.test)
+        if not is_branch or target in reads(branch.test):
             return False
-        for i, statement in enumerate(branch.body):
-            if self._reads_in_branch(statement, target) or self._passes(statement, target):
-                early.append(statement)
-            elif target in reads(statement):
-                in_place = isinstance(statement, (ast.AugAssign, ast.Expr))
-                if in_place:
-                    done = self._add_in_place(body[k], branch.body, i, between, early)
-                else:
-                    anew = isinstance(statement, ast.Assign) and self.method.target(statement) == target
-                    done = anew and self._add_names(body[k], statement, between, early)
-                if done:
-                    call: Any = body[k].value  # type: ignore[attr-defined]
-                    read = ast.copy_location(ast.Name(target, ast.Load()), branch)
-                    branch.orelse = [assign(target, call_of(call.func.value.id, "now", [read], branch), branch)]
-                return bool(done)
-            elif target in writes(statement) or not self._is_harmless(statement, between):
-                return False
-        return False
+        rest = (i for i, s in enumerate(branch.body) if not self._lets_wait(s, target, between, early))
+        i = next(rest, None)
+        if i is None or target not in reads(branch.body[i]):
+            return False
+        statement = branch.body[i]
+        anew = isinstance(statement, ast.Assign) and self.method.target(statement) == target
+        if not (anew or isinstance(statement, (ast.AugAssign, ast.Expr))):
+            return False
+        if not self._add(body[k], branch.body, i, between, early):
+            return False
+        call: Any = body[k].value  # type: ignore[attr-defined]
+        read = ast.Name(target, ast.Load())
+        branch.orelse = [assign(target, call_of(call.func.value.id, "now", [read], branch), branch)]
+        return True
 
     def _reads_in_branch(self, s: ast.stmt, name: str) -> bool:
         """``if self.drop: h = self.drop_path(h)``: whatever it does, it does to the value itself."""
@@ -265,10 +248,8 @@ class Sums:
                 call: Any = statement.value  # type: ignore[attr-defined]
                 replace(statement, call, call_of(sum_name, "skip", [call.func, *call.args], call))
                 continue
-            loads = [n for n in walk(statement) if isinstance(n, ast.Name) and n.id == name]
-            for load in loads:
-                if isinstance(load.ctx, ast.Load):
-                    replace(statement, load, call_of(sum_name, "now", [load], load))
+            for load in loads(statement, name):
+                replace(statement, load, call_of(sum_name, "now", [load], load))
 
     def _add_in_place(
         self, first: Any, body: list[ast.stmt], last: int, between: list[str], early: list[ast.stmt]
@@ -278,9 +259,7 @@ class Sums:
         how: list[ast.expr] = []
         if isinstance(statement, ast.Expr):
             sides = self._addition(statement.value)
-            if sides is None or not (
-                sides[2] and isinstance(sides[2][0], ast.Constant) and sides[2][0].value == "add_"
-            ):
+            if sides is None or [constant(e) for e in sides[2]] != ["add_"]:
                 return False
             target, added, how = sides
         else:
@@ -302,8 +281,6 @@ class Sums:
 
     def _begin(self, name: str, call: Any, between: list[str]) -> ast.Call:
         more = [ast.Name(self.method.self_name, ast.Load()), *map(ast.Constant, between)] if between else []
-        for e in more:
-            ast.copy_location(e, call)
         if is_norm_call(self.method, call):
             site = f"_kgopt_norm_{len(self.method.sites)}"
             self.method.sites[site] = site_of(self.method, call)
@@ -326,19 +303,9 @@ class Sums:
                     return e, sides, scaled, how
         return None
 
-    def _through(self, name: str, e: ast.expr, begun: dict[int, ast.expr] | None = None) -> ast.expr:
-        """Calls of modules that may do nothing, around a variable or a call, which ``begun`` has by its id."""
-        if begun is not None and id(e) in begun:
-            return begun[id(e)]
-        if not isinstance(e, ast.Call):
-            return e
-        return call_of(name, "skip", [e.func, self._through(name, e.args[0], begun)], e)
-
     def _is_passed(self, e: Any, name: str) -> bool:
         """A variable, or ``self.drop_path(h)``, which may do nothing."""
-        if of_one_argument(e):
-            return self.method.what(e.func)[0] == "same" and self._is_passed(e.args[0], name)
-        return isinstance(e, ast.Name) and e.id == name
+        return is_name(self.method.inside(e), name)
 
     def _passes(self, s: ast.stmt, name: str) -> bool:
         """``h = self.drop_path(h)``."""
@@ -370,37 +337,34 @@ class Sums:
         asks = isinstance(e, ast.Call) and self.method.function(e.func) is hasattr and not e.keywords
         return is_test(e) or (asks and all(map(is_plain, e.args)))  # type: ignore[attr-defined]
 
-    # ------------------------------------------------------------------------------- activations behind sums of norms
+    # ----------------------------------------------------------------- activations behind sums, and behind convolutions
 
-    def _act_on_sums(self, statement: ast.stmt) -> None:
+    def _act_on(self, statement: ast.stmt, is_total: _IsTotal, join: _Join) -> None:
         """``self.act(a + b)``, once the sum is written, as one call."""
         if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) or statement.value is None:
             return
-        for call in list(walk(statement.value)):
-            if isinstance(call, ast.Call) and call.args and self._is_sum(call.args[0]):
-                self._join(call, call.args[0])
-            elif isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and self._is_sum(call.func.value):
-                self._join(call, call.func.value)
+        for call in [e for e in outside_scopes(statement.value) if isinstance(e, ast.Call)]:
+            if call.args and is_total(call.args[0]):
+                join(call, call.args[0])
+            elif isinstance(call.func, ast.Attribute) and is_total(call.func.value):
+                join(call, call.func.value)
 
-    def _act_behind(
-        self,
-        first: ast.stmt,
-        second: ast.stmt,
-        is_total: Callable[[Any], bool],
-        join: Callable[[ast.Call, Any], bool],
-    ) -> bool:
+    def _act_behind_all(self, body: list[ast.stmt], is_total: _IsTotal, join: _Join) -> None:
+        """The same in two statements, which become one."""
+        for k in reversed(range(len(body) - 1)):
+            if self._act_behind(body[k], body[k + 1], is_total, join):
+                del body[k]
+
+    def _act_behind(self, first: ast.stmt, second: ast.stmt, is_total: _IsTotal, join: _Join) -> bool:
         """``h = a + b``, then ``h = self.act(h)`` or ``return self.act(h)``: the second statement does both."""
         name = self.method.target(first)
         total = getattr(first, "value", None)
         call = second.value if isinstance(second, (ast.Assign, ast.Return)) else None
         if name is None or not is_total(total) or not isinstance(call, ast.Call):
             return False
-        is_method = isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)
-        is_method = is_method and call.func.value.id == name  # type: ignore[attr-defined]
+        is_method = isinstance(call.func, ast.Attribute) and is_name(call.func.value, name)
         read: Any = call.func.value if is_method else call.args[0] if call.args else None  # type: ignore[attr-defined]
-        if not isinstance(read, ast.Name) or read.id != name or len(reads(call) & {name}) != 1:
-            return False
-        if sum(isinstance(n, ast.Name) and n.id == name for n in walk(call)) != 1:
+        if not is_name(read, name) or sum(is_name(n, name) for n in walk(call)) != 1:
             return False
         if not isinstance(second, ast.Return) and self.method.target(second) != name:
             return False  # the sum may be read later
@@ -415,11 +379,8 @@ class Sums:
         return False
 
     def _is_sum(self, e: Any) -> bool:
-        if not isinstance(e, ast.Call) or not isinstance(e.func, ast.Attribute):
-            return False
-        owner = e.func.value
-        made = self.method.sites.get(owner.id) if isinstance(owner, ast.Name) else None
-        return isinstance(made, Sum) and len(e.args) == _OPERANDS.get(e.func.attr)
+        name, verb = called_of(e)
+        return isinstance(self.method.sites.get(name), Sum) and len(e.args) == _OPERANDS.get(verb)
 
     def _join(self, call: ast.Call, total: Any) -> bool:
         """Turns ``act(total)`` into one call of the sum; whether it did."""
@@ -430,8 +391,7 @@ class Sums:
         act, more, function, known = found
         if more:
             self.method.sites[name] = Sum(function, known)
-        joined = call_of(name, total.func.attr + "_then", [act, *total.args, *more], call)
-        call.func, call.args, call.keywords = joined.func, joined.args, []
+        become(call, call_of(name, total.func.attr + "_then", [act, *total.args, *more], call))
         if name in self._norms:
             self._norms[name] = *self._norms[name][:2], known
         return True
@@ -442,35 +402,23 @@ class Sums:
         """Of ``act(x)``: what to call, the function that this calls, as code and itself, and its name for the ops. Of
         ``value.act()`` the function is the method's name.
         """
-        if isinstance(call.func, ast.Attribute) and call.func.value is value:
-            name = call.func.attr
-            node = describe_method(name, *self.method.constants(call))
-            if node is None or node.kind != "act":
-                return None
-            return as_function(call, name), [ast.Constant(name)], name, node.name
         if self.method.path(call.func) is not None:
             kind, name, _ = self.method.what(call.func)
             return (call.func, [], None, name) if kind == "act" and of_one_argument(call) else None
-        function = self.method.function(call.func)
-        node = None if function is None else self.method.described(function, call)
-        if node is None or node.kind != "act":
+        found = self.method.activation(call, value)
+        if found is None:
             return None
-        return as_function(call), [copied(call.func)], function, node.name
-
-    # ------------------------------------------------------------------------------- activations behind convolutions
+        name, function, method = found
+        how: ast.expr = ast.Constant(method) if method else copied(call.func)
+        return as_function(call, method), [how], method or function, name
 
     def activate(self, body: list[ast.stmt]) -> None:
         """Writes ``self.act(self.conv(x))``, in one statement or two, as one call, where nothing else was written."""
         for statement in body:
             for block in self._blocks_of(statement):
                 self.activate(block)
-            if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) and statement.value is not None:
-                for call in list(_calls(statement.value)):
-                    if call.args and self._is_conv(call.args[0]):
-                        self._activate(call, call.args[0])
-        for k in reversed(range(len(body) - 1)):
-            if self._act_behind(body[k], body[k + 1], self._is_conv, self._activate):
-                del body[k]
+            self._act_on(statement, self._is_conv, self._activate)
+        self._act_behind_all(body, self._is_conv, self._activate)
 
     def _is_conv(self, e: Any) -> bool:
         return of_one_argument(e) and self.method.what(e.func)[0] == "conv"
@@ -483,8 +431,7 @@ class Sums:
         act, more, function, known = found
         name = f"_kgopt_act_{len(self.method.sites)}"
         self.method.sites[name] = Activated(function, known)
-        joined = call_of(name, "run", [act, conv.func, *conv.args, *more], call)
-        call.func, call.args, call.keywords = joined.func, joined.args, []
+        become(call, call_of(name, "run", [act, conv.func, *conv.args, *more], call))
         return True
 
     def _new_sum(self, call: ast.Call) -> str:
@@ -511,13 +458,3 @@ def _is_number(e: ast.expr) -> bool:
     if isinstance(e, ast.UnaryOp):
         return isinstance(e.op, ast.USub) and _is_number(e.operand)
     return isinstance(e, ast.Constant) and type(e.value) in (int, float)
-
-
-def _calls(e: ast.AST) -> Iterator[ast.Call]:
-    """Those in an expression, the outer ones first, without those that run later or elsewhere."""
-    if isinstance(e, SCOPES):
-        return
-    if isinstance(e, ast.Call):
-        yield e
-    for child in ast.iter_child_nodes(e):
-        yield from _calls(child)

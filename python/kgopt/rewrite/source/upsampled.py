@@ -8,11 +8,9 @@ from typing import Any
 from kgopt.rewrite.glue.calls import INTERPOLATE
 from kgopt.rewrite.glue.plans import Wait
 from kgopt.rewrite.meanings import UNKNOWN
-from kgopt.rewrite.source.expressions import constant, of_one_argument
+from kgopt.rewrite.source.expressions import called_of, constant, is_listed, of_one_argument
 from kgopt.rewrite.source.waiting import Waiting
 from kgopt.rewrite.sums import Sum
-
-_CONVS = ("conv2d", "conv3d")
 
 
 class Upsamplings(Waiting):
@@ -22,26 +20,21 @@ class Upsamplings(Waiting):
 
     def begins(self, e: Any) -> bool:
         """``F.interpolate(h, ...)``, ``self.up(h)``."""
-        if not isinstance(e, ast.Call) or any(isinstance(a, ast.Starred) for a in e.args):
+        if not isinstance(e, ast.Call) or not is_listed(e):
             return False
         if self.method.path(e.func):
             return self.method.what(e.func)[0] == "up" and of_one_argument(e)
-        if self.method.function(e.func) is not INTERPOLATE or any(word.arg is None for word in e.keywords):
+        if self.method.function(e.func) is not INTERPOLATE:
             return False
         mode = next((constant(word.value) for word in e.keywords if word.arg == "mode"), "nearest")
         return mode is UNKNOWN or mode in ("nearest", "nearest-exact")
 
     def convolves(self, e: Any) -> bool:
         """``self.conv(h)``."""
-        return of_one_argument(e) and self._is_conv(e.func)
+        return of_one_argument(e) and self.is_conv(e.func)
 
     def takes(self, e: ast.Call) -> ast.expr | None:
         """What begins a sum."""
-        of = e.func.value if isinstance(e.func, ast.Attribute) and e.func.attr == "begin" else None
-        if not isinstance(of, ast.Name) or not isinstance(self.method.sites.get(of.id), Sum) or len(e.args) < 2:
-            return None
-        return e.args[1] if self._is_conv(e.args[0]) else None
-
-    def _is_conv(self, e: ast.expr) -> bool:
-        kind, name, _ = self.method.what(e)
-        return kind == "conv" and name in _CONVS
+        site, verb = called_of(e)
+        begins = verb == "begin" and isinstance(self.method.sites.get(site), Sum) and len(e.args) > 1
+        return e.args[1] if begins and self.is_conv(e.args[0]) else None

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from kgopt.rewrite.meanings import UNKNOWN
-from kgopt.rewrite.source.expressions import assign, call_of, constant, evaluated_first, is_plain, is_test, replace
+from kgopt.rewrite.source.expressions import constant, elements_of, evaluated_first, is_name, is_plain, is_test
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, reads, walk, writes
+from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, loads, reads, walk, writes
+from kgopt.rewrite.source.trees import assign, call_of, replace
 
 Block = list[ast.stmt]
 _Stop = tuple[Block, ast.stmt, list[ast.expr]]  # a block, the statement in it, what ``now`` or ``beside`` is given
@@ -54,6 +55,11 @@ class Waiting(ABC):
     def skips(self, e: ast.expr) -> bool:
         """Whether an expression is a call that may give its first argument back as it is, and let it wait on."""
         return False
+
+    def is_conv(self, e: ast.expr) -> bool:
+        """Whether it is a child that is a convolution in 2D or 3D."""
+        kind, name, _ = self.method.what(e)
+        return kind == "conv" and name in ("conv2d", "conv3d")
 
     def value_of(self, call: ast.Call) -> ast.expr:
         """What a convolution reads."""
@@ -101,7 +107,7 @@ class Waiting(ABC):
             replace(statement, call, self._begin(call))
         for (_, name), (block, before, given) in stops.items():
             made = call_of(self.name, "now" if len(given) == 1 else "beside", given, before)
-            block.insert([s is before for s in block].index(True), assign(name, made, before))
+            block.insert(block.index(before), assign(name, made, before))
         self.is_all = not stops and all(isinstance(s, ast.Return) for s, call in passes.values() if call is not None)
         has_any = bool(self.begun or inner)
         if has_any:
@@ -193,8 +199,7 @@ class Paths:
         """
         if not isinstance(s, (ast.Assign, ast.AnnAssign, ast.Return)) or s.value is None:
             return None
-        loads = [n for n in walk(s) if isinstance(n, ast.Name) and n.id == self.name]
-        if sum(isinstance(n.ctx, ast.Load) for n in loads) != 1:
+        if len(loads(s, self.name)) != 1:
             return None
         target = None if isinstance(s, ast.Return) else self.method.target(s)
         may_live = isinstance(s, ast.Return) or target == self.name
@@ -205,25 +210,22 @@ class Paths:
         for e in walk(s.value):
             if not isinstance(e, ast.Call) or not evaluated_first(s.value, e):
                 continue
-            if self.of.convolves(e) and self._is_it(self.of.value_of(e)):
+            if self.of.convolves(e) and is_name(self.of.value_of(e), self.name):
                 return s, e
             if self.of.may_follow and self.of.convolves(e) and self._begins_with_it(self.of.value_of(e)):
                 return s, None
             taken = self.of.takes(e)
-            if taken is not None and self._is_it(taken):
+            if taken is not None and is_name(taken, self.name):
                 return s, None
         return None
 
     def _begins_with_it(self, e: Any) -> bool:
-        return self.of.begins(e) and self._is_it(e.args[0])
+        return self.of.begins(e) and is_name(e.args[0], self.name)
 
     def _skips(self, s: ast.stmt) -> bool:
         """``h = self.dropout(h)``."""
         value: Any = getattr(s, "value", None)
-        return self.method.target(s) == self.name and self.of.skips(value) and self._is_it(value.args[0])
-
-    def _is_it(self, e: ast.expr) -> bool:
-        return isinstance(e, ast.Name) and e.id == self.name
+        return self.method.target(s) == self.name and self.of.skips(value) and is_name(value.args[0], self.name)
 
     def _is_quiet(self, e: ast.expr) -> bool:
         """A test that changes no tensor: a function that is given constants alone has none to change."""
@@ -239,9 +241,9 @@ class Paths:
     def _is_harmless(self, s: ast.stmt) -> bool:
         if isinstance(s, ast.Pass) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)):
             return True
-        if not isinstance(s, ast.Assign) or not all(map(is_plain, _parts(s.value))):
+        if not isinstance(s, ast.Assign) or not all(map(is_plain, elements_of(s.value))):
             return False
-        return all(isinstance(t, ast.Name) for target in s.targets for t in _parts(target))
+        return all(isinstance(t, ast.Name) for target in s.targets for t in elements_of(target))
 
 
 def _changed(s: ast.stmt) -> ast.expr | None:
@@ -254,7 +256,3 @@ def _changed(s: ast.stmt) -> ast.expr | None:
     if isinstance(target, ast.Subscript):
         target = target.value if is_plain(target.slice) else None
     return ast.copy_location(ast.Name(target.id, ast.Load()), target) if isinstance(target, ast.Name) else None
-
-
-def _parts(e: ast.expr) -> list[ast.expr]:
-    return e.elts if isinstance(e, ast.Tuple) else [e]
