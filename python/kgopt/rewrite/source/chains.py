@@ -337,10 +337,8 @@ class Chains:
         if target is None or k + 1 >= len(body) or any(self.method.may_catch(n) for n in walk(self.method.tree)):
             return None  # what handles an error may read the value
         statement = body[k + 1]
-        call = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
-        if not isinstance(call, ast.Call) or not of_one_argument(call) or self.method.path(call.func) is None:
-            return None
-        if not is_name(call.args[0], target):
+        call: Any = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
+        if not of_one_argument(call) or self.method.path(call.func) is None or not is_name(call.args[0], target):
             return None
         read_later = isinstance(statement, ast.Assign) and self.method.target(statement) != target
         if read_later and target in self.live.after.get(id(statement), {target}):

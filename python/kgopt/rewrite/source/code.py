@@ -60,7 +60,7 @@ def undecorated(function: types.FunctionType) -> types.FunctionType:
 
 def _only_calls(function: types.FunctionType, name: str) -> bool:
     try:
-        tree = _tree_of(function)
+        tree, _ = _trees_of(function)
     except CannotRewriteError:
         return False
     nodes = list(walk(tree))
@@ -81,9 +81,7 @@ def parse(function: types.FunctionType, decorated: bool = False) -> ast.Function
     ``decorated``: it was found inside the function that its decorator made.
     """
     if decorated:
-        tree = copy.copy(_tree_of(function))
-        tree.decorator_list = []
-        return tree
+        return _trees_of(function)[1]
     known = _PARSED.get(function.__code__)
     if known is None:
         try:
@@ -104,13 +102,11 @@ def _parse_anew(function: types.FunctionType) -> ast.FunctionDef:
     if hasattr(function, "__wrapped__"):
         raise CannotRewriteError("is wrapped by a decorator")
     # A decorator gave the function itself back (torch.jit.export): its code is what stands there.
-    found = copy.copy(_tree_of(function))
-    found.decorator_list = []
-    return found
+    return _trees_of(function)[1]
 
 
-def _tree_of(function: types.FunctionType) -> ast.FunctionDef:
-    """The tree with its decorators, proven to be what runs but for these."""
+def _trees_of(function: types.FunctionType) -> tuple[ast.FunctionDef, ast.FunctionDef]:
+    """The tree with its decorators, and without them, which is proven to be what runs."""
     code = function.__code__
     try:
         lines, first = inspect.getsourcelines(code)
@@ -129,7 +125,7 @@ def _tree_of(function: types.FunctionType) -> ast.FunctionDef:
     plain.decorator_list = []
     if not _same_code(_compile(function, plain, ()), code):
         raise CannotRewriteError("has other source than what runs")
-    return found
+    return found, plain
 
 
 def _compile(function: types.FunctionType, tree: ast.FunctionDef, more_free: tuple[str, ...]) -> types.CodeType:
@@ -217,10 +213,8 @@ def rebuild(
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     cells.update((name, types.CellType(value)) for name, value in more.items())
     made = _with_code(function, code, tuple(cells[name] for name in code.co_freevars))
-    made.__annotations__ = function.__annotations__
-    made.__qualname__ = function.__qualname__
-    made.__doc__ = function.__doc__
-    made.__module__ = function.__module__
+    for name in ("__annotations__", "__qualname__", "__doc__", "__module__"):
+        setattr(made, name, getattr(function, name))
     made.__dict__.update(function.__dict__)
     return made
 

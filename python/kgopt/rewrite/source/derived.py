@@ -34,7 +34,7 @@ from kgopt.rewrite.places import Places
 from kgopt.rewrite.roles import role_of
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.source.code import CannotRewriteError, parse
-from kgopt.rewrite.source.expressions import arithmetic, constant
+from kgopt.rewrite.source.expressions import arithmetic, constant, is_name
 from kgopt.rewrite.source.reading import Reading, UnreadError
 from kgopt.rewrite.standing import Standing
 
@@ -94,8 +94,7 @@ class _Reading(Reading):
 
     def own(self, e: ast.expr) -> str:
         """The name of ``self.name``; "" for anything else."""
-        is_own = isinstance(e, ast.Attribute) and isinstance(e.value, ast.Name) and e.value.id == self.self_name
-        return e.attr if is_own else ""  # type: ignore[attr-defined]
+        return e.attr if isinstance(e, ast.Attribute) and is_name(e.value, self.self_name) else ""
 
     def test(self, e: ast.expr) -> bool:
         if isinstance(e, ast.UnaryOp) and isinstance(e.op, ast.Not):

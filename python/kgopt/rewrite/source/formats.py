@@ -7,6 +7,7 @@ import ast
 import torch
 
 from kgopt.rewrite.formats import Keep
+from kgopt.rewrite.source.expressions import called_of
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import walk
 from kgopt.rewrite.source.trees import call_of, replace
@@ -69,5 +70,4 @@ def _is_strideless(method: Method, value: ast.expr, user: ast.AST, parents: dict
     if function is not None:
         is_functional = getattr(function, "__module__", "") == "torch.nn.functional"
         return is_functional or any(function is f for f in _STRIDELESS_FUNCTIONS)
-    called = user.func.value if isinstance(user.func, ast.Attribute) else None
-    return isinstance(called, ast.Name) and called.id in method.sites
+    return called_of(user)[0] in method.sites

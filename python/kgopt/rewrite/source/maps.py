@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from kgopt.rewrite.source.expressions import called_of, is_listed, of_one_argument
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import loads, walk
+from kgopt.rewrite.source.norm_calls import parts_of
 from kgopt.rewrite.source.quiet import is_quiet
 from kgopt.rewrite.source.trees import call_of
 
@@ -101,10 +102,8 @@ class Maps:
                 writer.visit(s)
             call = u.statement.value
             assert isinstance(call, ast.Call)
-            words = ast.Dict([ast.Constant(w.arg) for w in call.keywords], [w.value for w in call.keywords])
             more = [ast.Name(self.method.self_name, ast.Load()), *map(ast.Constant, dict.fromkeys(u.between))]
-            arguments = [call.func, ast.Tuple(call.args, ast.Load()), words, *more]
-            u.statement.value = call_of(site, "enlarge", arguments, call)
+            u.statement.value = call_of(site, "enlarge", [*parts_of(call), *more], call)
 
 
 class _Writer(ast.NodeTransformer):

@@ -66,16 +66,12 @@ class Modulations:
         for statement in body:
             here = [*outside, (body, statement)]
             if isinstance(statement, ast.If):
-                if self._is_site(statement.test):
+                if called_of(statement.test)[0] in self.method.sites:
                     continue  # a chain's
                 yield from self._assignments(statement.body, here)
                 yield from self._assignments(statement.orelse, here)
             elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return)) and statement.value is not None:
                 yield here
-
-    def _is_site(self, e: ast.expr) -> bool:
-        """Whether a chain of this method asks."""
-        return called_of(e)[0] in self.method.sites
 
     def _write(self, site: Site, path: list[Place], is_inner: bool, loop: Loop | None) -> None:
         """All that one statement begins."""
@@ -83,7 +79,7 @@ class Modulations:
         if statement in site.written:
             return
         parts = list(outside_scopes(statement.value))  # type: ignore[attr-defined]
-        chains = [e for e in parts if isinstance(e, ast.IfExp) and self._is_site(e.test)]
+        chains = [e for e in parts if isinstance(e, ast.IfExp) and called_of(e.test)[0] in self.method.sites]
         of_chains = {n for e in chains for n in walk(e)}
         for call in reversed(parts):  # the inner ones first
             if not isinstance(call, ast.Call) or call in of_chains or not site.begins.is_one(call):

@@ -100,7 +100,7 @@ class Paths:
                 return None  # nobody reads it
             if self._is_harmless(s):
                 return name
-        # ``1 + gamma``, inside of what another norm's value takes, needs the tensor.
+        # A statement that is written for another value (``1 + gamma``, inside of what that takes) needs the tensor.
         edit = self.forms.take(s, name, block is self.method.tree.body) if written is None else None
         if edit is None:
             self.value.stops[s] = block, name
@@ -127,9 +127,8 @@ class Paths:
     def _begins_with(self, s: Any, name: str) -> bool:
         """``x = norm(x)``, as it came: what waits may go into it."""
         value = s.value
-        if not isinstance(value, ast.Call) or not self.site.begins.is_open(value.func) or len(value.args) != 1:
-            return False
-        return is_name(value.args[0], name) and name not in reads(value.func)
+        is_open = isinstance(value, ast.Call) and self.site.begins.is_open(value.func) and len(value.args) == 1
+        return is_open and is_name(value.args[0], name) and name not in reads(value.func)
 
     def _is_operand(self, s: ast.stmt, name: str) -> bool:
         """Whether all that reads a variable in a statement are methods of sites, or it is returned as it is."""

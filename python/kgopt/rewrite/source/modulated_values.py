@@ -87,9 +87,9 @@ class Value:
 
     @property
     def is_modulated(self) -> bool:
-        """Whether what the code does with it is worth to wait for."""
+        """Whether what the code does with it is worth waiting for; of a function's value an activation alone is not."""
         uses = self.uses
-        is_taken = uses.given or (uses.acted and not self.is_function)  # act(F.group_norm(x)) needs not to wait
+        is_taken = uses.given or (uses.acted and not self.is_function)
         return uses.scaled or (is_taken and not uses.shifted)
 
     def write(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from kgopt.rewrite.chain import PRELU
 from kgopt.rewrite.norm_calls import NORM_CALLS, NormCall
 from kgopt.rewrite.source.code import own_methods
-from kgopt.rewrite.source.expressions import is_listed, is_name
+from kgopt.rewrite.source.expressions import is_listed, is_name, of_one_argument
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks
 from kgopt.rewrite.source.trees import call_of
@@ -85,11 +85,9 @@ def _activation(method: Method, call: ast.Call) -> tuple[str, Any, tuple[Any, An
     """What a call of an activation is: its name, its role, and its arguments after the first one."""
     if not is_listed(call):
         return None
-    path = method.path(call.func)
-    if path:
-        role = method.role(path)
-        is_act = role is not None and role[0] == "act" and role[1] != PRELU and len(call.args) == 1
-        return (role[1], role[1], ((), {})) if is_act and role is not None and not call.keywords else None
+    if method.path(call.func):
+        kind, name, _ = method.what(call.func)
+        return (name, name, ((), {})) if kind == "act" and name != PRELU and of_one_argument(call) else None
     found = method.activation(call)
     if found is None or found[0] == PRELU:
         return None

@@ -35,8 +35,6 @@ _SILENT = (
     *("POP_JUMP_FORWARD_IF_NONE", "POP_JUMP_FORWARD_IF_NOT_NONE"),
     *("POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE"),
 )
-
-
 _PARTS = ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Tuple, ast.List, ast.Slice
 
 
@@ -64,9 +62,8 @@ def _is_activation(method: Method, function: Any, e: ast.Call) -> bool:
     if len(e.args) != 1 or str(getattr(function, "__name__", "_")).endswith("_"):
         return False
     is_function = isinstance(function, types.FunctionType) and function.__module__ == F.__name__
-    if not is_function and not isinstance(function, types.BuiltinFunctionType):
-        return False
-    return method.activation(e) is not None
+    is_known = is_function or isinstance(function, types.BuiltinFunctionType)
+    return is_known and method.activation(e) is not None
 
 
 def is_quiet(method: Method, e: ast.AST, between: list[str]) -> bool:

@@ -13,12 +13,20 @@ import torch
 
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.expressions import called_of, evaluated_first, is_name, is_plain, is_test, of_one_argument
+from kgopt.rewrite.source.expressions import (
+    called_of,
+    constant,
+    evaluated_first,
+    is_name,
+    is_plain,
+    is_test,
+    of_one_argument,
+)
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import blocks, copied, liveness, loads, outside_scopes, reads, walk, writes
 from kgopt.rewrite.source.norm_calls import is_norm_call, site_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
-from kgopt.rewrite.source.trees import as_function, assign, call_of, replace
+from kgopt.rewrite.source.trees import as_function, assign, become, call_of, replace
 from kgopt.rewrite.sums import Activated, Sum
 
 _OPERANDS = {"finish": 2, "finish_in_place": 2, "finish_by": 3}  # of a sum that nothing scales
@@ -35,10 +43,9 @@ class Sums:
         self.method = method
         self._norms: dict[str, tuple[Path, str, str]] = {}  # by the sum's name: which norm, its kind, the activation
 
-    def chains(self) -> Iterator[tuple[Path, Chain]]:
+    def chains(self) -> list[tuple[Path, Chain]]:
         """Those that begin with a norm of the method's own."""
-        for path, kind, act in self._norms.values():
-            yield path, Chain(kind, added=True, post=act)
+        return [(path, Chain(kind, added=True, post=act)) for path, kind, act in self._norms.values()]
 
     def run(self, body: list[ast.stmt]) -> None:
         """Writes those of a block and of the blocks in it."""
@@ -252,9 +259,7 @@ class Sums:
         how: list[ast.expr] = []
         if isinstance(statement, ast.Expr):
             sides = self._addition(statement.value)
-            if sides is None or not (
-                sides[2] and isinstance(sides[2][0], ast.Constant) and sides[2][0].value == "add_"
-            ):
+            if sides is None or [constant(e) for e in sides[2]] != ["add_"]:
                 return False
             target, added, how = sides
         else:
@@ -357,12 +362,9 @@ class Sums:
         call = second.value if isinstance(second, (ast.Assign, ast.Return)) else None
         if name is None or not is_total(total) or not isinstance(call, ast.Call):
             return False
-        is_method = isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)
-        is_method = is_method and call.func.value.id == name  # type: ignore[attr-defined]
+        is_method = isinstance(call.func, ast.Attribute) and is_name(call.func.value, name)
         read: Any = call.func.value if is_method else call.args[0] if call.args else None  # type: ignore[attr-defined]
-        if not isinstance(read, ast.Name) or read.id != name or len(reads(call) & {name}) != 1:
-            return False
-        if sum(isinstance(n, ast.Name) and n.id == name for n in walk(call)) != 1:
+        if not is_name(read, name) or sum(is_name(n, name) for n in walk(call)) != 1:
             return False
         if not isinstance(second, ast.Return) and self.method.target(second) != name:
             return False  # the sum may be read later
@@ -389,8 +391,7 @@ class Sums:
         act, more, function, known = found
         if more:
             self.method.sites[name] = Sum(function, known)
-        joined = call_of(name, total.func.attr + "_then", [act, *total.args, *more], call)
-        call.func, call.args, call.keywords = joined.func, joined.args, []
+        become(call, call_of(name, total.func.attr + "_then", [act, *total.args, *more], call))
         if name in self._norms:
             self._norms[name] = *self._norms[name][:2], known
         return True
@@ -430,8 +431,7 @@ class Sums:
         act, more, function, known = found
         name = f"_kgopt_act_{len(self.method.sites)}"
         self.method.sites[name] = Activated(function, known)
-        joined = call_of(name, "run", [act, conv.func, *conv.args, *more], call)
-        call.func, call.args, call.keywords = joined.func, joined.args, []
+        become(call, call_of(name, "run", [act, conv.func, *conv.args, *more], call))
         return True
 
     def _new_sum(self, call: ast.Call) -> str:

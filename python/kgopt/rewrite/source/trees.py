@@ -45,11 +45,11 @@ def assign(name: str, value: ast.expr, place: ast.stmt) -> ast.stmt:
     return ast.copy_location(ast.Assign([target], value), place)
 
 
-def become(s: ast.stmt, other: ast.AST) -> None:
-    """Makes a statement another one: blocks and places that hold it stay right."""
-    s.__class__ = other.__class__  # type: ignore[assignment]
-    s.__dict__.clear()
-    s.__dict__.update(other.__dict__)
+def become(node: ast.AST, other: ast.AST) -> None:
+    """Makes a node another one: what holds it stays right."""
+    node.__class__ = other.__class__
+    node.__dict__.clear()
+    node.__dict__.update(other.__dict__)
 
 
 def moved_out(statement: ast.stmt, part: ast.expr, name: str) -> ast.stmt:

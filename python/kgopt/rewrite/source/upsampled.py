@@ -8,7 +8,7 @@ from typing import Any
 from kgopt.rewrite.glue.calls import INTERPOLATE
 from kgopt.rewrite.glue.plans import Wait
 from kgopt.rewrite.meanings import UNKNOWN
-from kgopt.rewrite.source.expressions import called_of, constant, of_one_argument
+from kgopt.rewrite.source.expressions import called_of, constant, is_listed, of_one_argument
 from kgopt.rewrite.source.waiting import Waiting
 from kgopt.rewrite.sums import Sum
 
@@ -20,11 +20,11 @@ class Upsamplings(Waiting):
 
     def begins(self, e: Any) -> bool:
         """``F.interpolate(h, ...)``, ``self.up(h)``."""
-        if not isinstance(e, ast.Call) or any(isinstance(a, ast.Starred) for a in e.args):
+        if not isinstance(e, ast.Call) or not is_listed(e):
             return False
         if self.method.path(e.func):
             return self.method.what(e.func)[0] == "up" and of_one_argument(e)
-        if self.method.function(e.func) is not INTERPOLATE or any(word.arg is None for word in e.keywords):
+        if self.method.function(e.func) is not INTERPOLATE:
             return False
         mode = next((constant(word.value) for word in e.keywords if word.arg == "mode"), "nearest")
         return mode is UNKNOWN or mode in ("nearest", "nearest-exact")

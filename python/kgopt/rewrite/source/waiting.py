@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from kgopt.rewrite.meanings import UNKNOWN
-from kgopt.rewrite.source.expressions import constant, elements_of, evaluated_first, is_plain, is_test
+from kgopt.rewrite.source.expressions import constant, elements_of, evaluated_first, is_name, is_plain, is_test
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, loads, reads, walk, writes
 from kgopt.rewrite.source.trees import assign, call_of, replace
@@ -210,25 +210,22 @@ class Paths:
         for e in walk(s.value):
             if not isinstance(e, ast.Call) or not evaluated_first(s.value, e):
                 continue
-            if self.of.convolves(e) and self._is_it(self.of.value_of(e)):
+            if self.of.convolves(e) and is_name(self.of.value_of(e), self.name):
                 return s, e
             if self.of.may_follow and self.of.convolves(e) and self._begins_with_it(self.of.value_of(e)):
                 return s, None
             taken = self.of.takes(e)
-            if taken is not None and self._is_it(taken):
+            if taken is not None and is_name(taken, self.name):
                 return s, None
         return None
 
     def _begins_with_it(self, e: Any) -> bool:
-        return self.of.begins(e) and self._is_it(e.args[0])
+        return self.of.begins(e) and is_name(e.args[0], self.name)
 
     def _skips(self, s: ast.stmt) -> bool:
         """``h = self.dropout(h)``."""
         value: Any = getattr(s, "value", None)
-        return self.method.target(s) == self.name and self.of.skips(value) and self._is_it(value.args[0])
-
-    def _is_it(self, e: ast.expr) -> bool:
-        return isinstance(e, ast.Name) and e.id == self.name
+        return self.method.target(s) == self.name and self.of.skips(value) and is_name(value.args[0], self.name)
 
     def _is_quiet(self, e: ast.expr) -> bool:
         """A test that changes no tensor: a function that is given constants alone has none to change."""
