@@ -165,3 +165,32 @@ def test_global_hooks_see_the_module_that_does_nothing():
 def test_training(summed):
     check(*pair(Branch, train=True))
     assert summed == ["none"]
+
+
+class Keeps(nn.Module):
+    """Holds on to what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, x):
+        self.kept = self.norm(x)
+        return self.kept
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.act, self.conv = Keeps(), nn.SiLU(), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        return self.conv(self.act(self.inner(x)))
+
+
+def test_an_attribute_holds_a_tensor():
+    """It held kgopt's value that waits for the activation outside."""
+    net, original = pair(Outer)
+    check(net, original)
+    assert type(net.inner.kept) is torch.Tensor
+    torch.testing.assert_close(net.inner.kept, original.inner.kept, rtol=1e-9, atol=1e-9)

@@ -67,7 +67,8 @@ def role_of(module: Any) -> Role | None:
 
 def role_in_code(root: nn.Module, path: Path) -> Role | None:
     """:func:`role_of` what a path means. Beside that: "up", an upsampling; "pad", zero padding; "tail", a Sequential;
-    "function", an attribute or a method that is an activation, and no module; "number", one that the module holds.
+    "function", an attribute or a method that is an activation, and no module; "number", one that the module holds;
+    "open", a property, which may give a child (OpenMMLab's ``self.norm1``).
 
     A tail ends in a convolution or a norm (as a forward may, see :mod:`~kgopt.rewrite.source`), or passes its input on
     to one, and can wait for a sum. Of a path that begins with "" only: is it a module, or None?
@@ -81,6 +82,8 @@ def role_in_code(root: nn.Module, path: Path) -> Role | None:
         number: Any = root.__dict__.get(path[0])
         if type(number) in (int, float) and abs(number) < math.inf:
             return ("number", repr(number), False)
+        if isinstance(inspect.getattr_static(type(root), path[0], None), property):
+            return ("open", "", False)
         return ("function", "", False) if activation_of_function(_attribute(root, path[0])) else None
     if role is None and isinstance(module, nn.Module) and not is_hooked(module):
         if is_upsampler(module):

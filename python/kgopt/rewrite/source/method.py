@@ -105,8 +105,8 @@ class Method:
 
     def constants(self, call: ast.Call, held: Held | None = None) -> tuple[list[Any], dict[str, Any]]:
         """Its arguments, as :meth:`constant` has them."""
-        words = {str(w.arg): self.constant(w.value, held) for w in call.keywords}
-        return [self.constant(a, held) for a in call.args], words
+        args = [self.constant(a, held) for a in call.args]
+        return args, {str(w.arg): self.constant(w.value, held) for w in call.keywords}
 
     def constant(self, e: ast.expr, held: Held | None = None) -> Any:
         """Its value; UNKNOWN where it is no constant. With ``held`` numbers that the module holds are known, too, and

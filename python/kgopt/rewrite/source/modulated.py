@@ -33,7 +33,7 @@ from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.modulated_begins import Begins, OpenCalls
 from kgopt.rewrite.source.modulated_paths import Loop, Paths, Place
 from kgopt.rewrite.source.modulated_values import Site, Value
-from kgopt.rewrite.source.names import SCOPES, blocks, liveness, outside_scopes, walk
+from kgopt.rewrite.source.names import SCOPES, blocks, counters, liveness, outside_scopes, reads, walk
 
 
 class Modulations:
@@ -48,11 +48,12 @@ class Modulations:
         tree, name = self.method.tree, f"_kgopt_mod_{len(self.method.sites)}"
         if any(self.method.may_catch(node) for node in walk(tree)):
             return []  # what handles an error may read the value
-        roots, open_calls = list(_roots(tree.body)), OpenCalls(self.method)
+        counts = counters(tree) - self.method.hidden
+        roots, open_calls = list(_roots(tree.body, counts | {self.method.self_name})), OpenCalls(self.method)
         for root, _ in roots:
             open_calls.name_values(root)
         begins = Begins(self.method, name, open_calls)
-        site = Site(self.method, name, begins, self.gives, liveness(tree.body))
+        site = Site(self.method, name, begins, self.gives, liveness(tree.body), counts)
         maps = Maps(self.method)
         for root, loop in roots:
             for path in list(self._assignments(root, [])):
@@ -90,9 +91,9 @@ class Modulations:
                 return
 
 
-def _roots(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], Loop | None]]:
+def _roots(body: list[ast.stmt], fixed: set[str]) -> Iterator[tuple[list[ast.stmt], Loop | None]]:
     """The body, and the bodies of loops and with blocks: no value waits from one to the other, but from one round of a
-    loop over children to the next.
+    loop over children to the next. ``fixed``: variables that never hold a value that waits.
     """
     yield body, None
     waiting = [body]
@@ -104,8 +105,15 @@ def _roots(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], Loop | None]]
             for block in blocks(s):
                 waiting.append(block)
                 if not isinstance(s, ast.If):
-                    is_plain = isinstance(s, ast.For) and not s.orelse and _only_iterates(s.iter)
-                    yield block, Loop(inside, s) if is_plain else None  # type: ignore[arg-type]
+                    yield block, Loop(inside, s) if _goes_over_children(s, fixed) else None  # type: ignore[arg-type]
+
+
+def _goes_over_children(s: ast.stmt, fixed: set[str]) -> bool:
+    """A loop, between the rounds of which nothing happens that matters to what waits."""
+    if isinstance(s, ast.For):
+        return not s.orelse and _only_iterates(s.iter)
+    # A test is evaluated in each round.
+    return isinstance(s, ast.While) and not s.orelse and _only_iterates(s.test) and reads(s.test) <= fixed | _ITERATORS
 
 
 _ITERATORS = {"zip", "enumerate", "reversed", "range", "len", "list", "tuple"}

@@ -43,13 +43,15 @@ class OpenCalls:
 
     def is_open(self, e: ast.expr) -> bool:
         """What shows only when the code runs: a variable, or an item of one, that may hold a child; ``self.norms[i]``;
-        ``getattr(F, self.act)``.
+        a property; ``getattr(F, self.act)``.
         """
         if isinstance(e, ast.Name):
             return e.id in self._of_self
         if isinstance(e, ast.Subscript) and is_quiet(self.method, e.slice, []):
             return self.method.path(e.value) is not None or self.is_open(e.value)
         if isinstance(e, ast.Attribute):
+            if self.method.path(e) is not None:
+                return self.method.what(e)[0] == "open"
             return e.attr not in ("add", "add_") and self.is_open(e.value)
         if not isinstance(e, ast.Call) or len(e.args) != 2 or e.keywords:
             return False
@@ -121,7 +123,7 @@ class Begins:
             return False
         if self.method.path(e.func) is not None:
             kind, name, _ = self.method.what(e.func)
-            return (kind == "norm" and len(e.args) == 1) or (kind, name) == ("tail", "norm")
+            return kind == "open" or (kind == "norm" and len(e.args) == 1) or (kind, name) == ("tail", "norm")
         return self.is_open(e.func)
 
     def gives_more(self, e: ast.Call) -> bool:

@@ -119,7 +119,7 @@ class Forms:
     def _passed(self, s: Any, part: _Part, is_base: bool) -> Edit | None:
         """Where the value waits on behind the statement: in a variable, or for the caller."""
         uses, begins = self.value.uses, self.site.begins
-        may_give = self.site.gives and (uses.scaled or not uses.shifted)
+        may_give = isinstance(s, ast.Return) and self.site.gives and (uses.scaled or not uses.shifted)
         if part.whole is s.value:
             name = self.method.target(s)
             if name is None and is_base and isinstance(part.whole, ast.Call) and begins.gives_more(part.whole):

@@ -29,7 +29,7 @@ class Loop:
     """A loop over children, and the block that it stands in."""
 
     block: list[ast.stmt]
-    statement: ast.For
+    statement: ast.For | ast.While
 
 
 class Paths:
@@ -145,6 +145,8 @@ class Paths:
             return True
         if isinstance(s, ast.Assert):
             return all(is_quiet(self.method, e, self.value.between) for e in (s.test, s.msg) if e is not None)
+        if isinstance(s, ast.AugAssign):
+            return isinstance(s.target, ast.Name) and s.target.id in self.site.counters
         if not isinstance(s, ast.Assign) or not is_quiet(self.method, s.value, self.value.between):
             return False
         targets = [e for t in s.targets for e in (t.elts if isinstance(t, (ast.Tuple, ast.List)) else [t])]

@@ -24,6 +24,7 @@ class Site:
     begins: Begins
     gives: bool  # what waits may be returned
     live: Live
+    counters: set[str]  # variables that hold whole numbers
     # The variable that waits behind a statement, and the value it was written for; none where it asks for the tensor.
     written: dict[ast.stmt, tuple[str | None, Value | None]] = field(default_factory=dict)
     chains: list[tuple[Path, Chain]] = field(default_factory=list)

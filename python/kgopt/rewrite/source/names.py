@@ -162,3 +162,17 @@ def blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
             elif isinstance(value[0], (ast.ExceptHandler, ast.match_case)):
                 for part in value:
                     yield part.body
+
+
+def counters(tree: ast.FunctionDef) -> set[str]:
+    """Variables that hold whole numbers: all that is ever assigned to them, or added, is written so."""
+    known: set[ast.AST] = set()
+    for node in walk(tree):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        )
+        if len(targets) == 1 and isinstance(node.value, ast.Constant) and type(node.value.value) is int:  # type: ignore[attr-defined]
+            known.update(targets)
+    stores = [n for n in walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)]
+    others = {n.id for n in stores if n not in known} | {n.arg for n in walk(tree.args) if isinstance(n, ast.arg)}
+    return {n.id for n in stores} - others

@@ -1,0 +1,191 @@
+"""Norms and activations that a method reaches through a property or in a counted loop, as OpenMMLab's do."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import kgopt
+from kgopt.rewrite.source.names import counters
+from optimize_pairs import check, check_compiled, pair
+
+
+class Base(nn.Module):
+    def __init__(self, order=("conv", "norm", "act")) -> None:
+        super().__init__()
+        self.order, self.norm_name, self.with_norm = order, "gn", True
+        self.conv, self.activate = nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(inplace=True)
+        self.add_module("gn", nn.GroupNorm(2, 4))
+        self.last = nn.Conv2d(4, 2, 1)
+
+    @property
+    def norm(self):
+        return getattr(self, self.norm_name) if self.norm_name else None
+
+
+class Property(Base):
+    def forward(self, x):
+        x = self.conv(x)
+        x = self.norm(x)
+        x = self.activate(x)
+        return self.last(x)
+
+
+class ForLoop(Base):
+    """mmcv's ConvModule, as it was."""
+
+    def forward(self, x, activate=True):
+        for layer in self.order:
+            if layer == "conv":
+                x = self.conv(x)
+            elif layer == "norm" and self.with_norm:
+                x = self.norm(x)
+            elif layer == "act" and activate:
+                x = self.activate(x)
+        return self.last(x)
+
+
+class WhileLoop(Base):
+    """As it is."""
+
+    def forward(self, x, activate=True):
+        layer_index = 0
+        while layer_index < len(self.order):
+            layer = self.order[layer_index]
+            if layer == "conv":
+                x = self.conv(x)
+            elif layer == "norm" and self.with_norm:
+                x = self.norm(x)
+            elif layer == "act" and activate:
+                x = self.activate(x)
+            layer_index += 1
+        return self.last(x)
+
+
+@pytest.mark.parametrize("net", [Property, ForLoop, WhileLoop])
+@pytest.mark.parametrize("train", [False, True])
+def test_an_activation_joins(net, train, ran):
+    ours, original = pair(net, train=train)
+    check(ours, original, (2, 2, 5, 6))
+    assert ran == ["relu"]
+    check_compiled(ours, original, (2, 2, 5, 6))
+
+
+def assert_equal_values(ours, original):
+    x = torch.randn(2, 2, 5, 6).double()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x.clone()), original(x.clone()), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "order", [("act", "conv", "norm"), ("conv", "norm", "norm", "act"), ("conv",), ("conv", "act")], ids="+".join
+)
+@pytest.mark.parametrize("net", [ForLoop, WhileLoop])
+def test_other_orders(net, order):
+    ours, original = pair(lambda: net(order))
+    assert_equal_values(ours, original)
+    if order[0] != "act":  # which writes to x
+        check(ours, original, (2, 2, 5, 6))
+
+
+def test_what_a_property_gives_may_change(ran):
+    ours, original = pair(Property)
+    for name, module in (("other", nn.Sequential(nn.GroupNorm(4, 4), nn.Tanh())), ("same", nn.Identity())):
+        for net in (ours, original):
+            net.add_module(name, module.double())
+            net.norm_name = name
+        ran.clear()
+        assert_equal_values(ours, original)
+        assert "relu" not in ran
+    for net in (ours, original):
+        net.norm_name = None
+        with pytest.raises(TypeError):
+            net(torch.randn(2, 2, 5, 6).double())
+
+
+class Computed(Base):
+    """A property that is no module, and one that a module's attribute hides."""
+
+    @property
+    def twice(self):
+        return lambda t: t * 2
+
+    def forward(self, x):
+        x = self.norm(self.conv(x))
+        x = self.twice(x)
+        x = self.activate(x)
+        return self.last(x)
+
+
+class WhileItIsLarge(Base):
+    """The loop's test reads what waits."""
+
+    def forward(self, x):
+        x = self.conv(x)
+        count = 0
+        while count < 3 and x.abs().max() > 0.5:
+            x = self.norm(x)
+            x = x * 0.5
+            count += 1
+        return self.last(x)
+
+
+class NoCounter(Base):
+    """``n += 1`` writes to what the norm has read."""
+
+    def forward(self, x):
+        x = self.conv(x)
+        n = x
+        for _ in range(2):
+            x = self.norm(x)
+            n += 1
+            x = self.activate(x)
+        return self.last(x + n)
+
+
+class Else(Base):
+    def forward(self, x):
+        x, i = self.conv(x), 0
+        while i < 2:
+            x = self.norm(x)
+            i += 1
+        else:
+            x = x + 1
+        return self.last(self.activate(x))
+
+
+@pytest.mark.parametrize("net", [Computed, WhileItIsLarge, NoCounter, Else])
+def test_what_is_not_to_be_joined(net):
+    ours, original = pair(net)
+    assert_equal_values(ours, original)
+    check(ours, original, (2, 2, 5, 6)) if net is not NoCounter else None
+
+
+def test_counters():
+    tree = ast.parse(
+        textwrap.dedent("""
+        def f(x, given=0):
+            i = 0
+            j = 1
+            k = x
+            n = m = 2
+            given += 1
+            for loop in range(3):
+                i += 1
+                j += x
+                k += 1
+            flag = True
+            return i
+        """)
+    ).body[0]
+    assert counters(tree) == {"i"}
+
+
+def test_the_original_methods_come_back():
+    net = Property().eval()
+    kgopt.restore(kgopt.optimize(net, measure=False))
+    assert type(net) is Property
