@@ -22,6 +22,11 @@ def instance_and_conv(x, w, b, k):
     return F.conv2d(F.relu(F.instance_norm(x, weight=w, bias=b)), k)
 
 
+def instance_scaled(x, w, b, k):
+    """The graph held a function in its arguments, which is no code."""
+    return F.relu(F.instance_norm(x, weight=w, bias=b) * (1 + x[:, :, :1, :1]) + x[:, :, 1:2, 1:2])
+
+
 def instance_in_fp32(x, w, b, k):
     return F.softplus(F.instance_norm(x, weight=w, bias=b))
 
@@ -42,6 +47,19 @@ def group_read_twice(x, w, b, k):
 def group_as_weight(x, w, b, k):
     y = F.silu(F.group_norm(x, 4, w, b))
     return F.conv2d(y, y)
+
+
+def group_in_float32(x, w, b, k):
+    """Latent diffusion's: half precision, whatever reads it."""
+    return F.silu(F.group_norm(x.float(), 4, w, b).type(torch.float16)) + 1
+
+
+def group_in_float32_scaled(x, w, b, k):
+    return F.silu(F.group_norm(x.float(), 4, w, b).type(torch.float16) * (1 + x[:, :, :1, :1]))
+
+
+def group_in_float32_and_sum(x, w, b, k):
+    return F.silu(F.group_norm(x.float(), 4, w, b).type(torch.float16) + x)
 
 
 def group_padded(x, w, b, k):
@@ -88,11 +106,15 @@ def autocast_without_a_gpu():
     [
         (instance, True),
         (instance_and_conv, True),
+        (instance_scaled, True),
         (instance_in_fp32, False),
         (group, False),
         (group_and_conv, True),
         (group_read_twice, False),
         (group_as_weight, True),
+        (group_in_float32, True),
+        (group_in_float32_scaled, True),
+        (group_in_float32_and_sum, True),
         (group_padded, True),
         (group_joined, True),
         (group_padded_with_ones, False),

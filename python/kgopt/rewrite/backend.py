@@ -511,7 +511,7 @@ class _Writer:
             operands = self.found.factor, self.found.shift
             norm.multiplier, norm.addend = self._maps() if chain.maps else map(self._one_a_channel, operands)
             half = half_precision(self.found, self.last, self.switches_autocast, CONVS) if autocast else None
-            call_norm = None if half is None else functools.partial(self._call, emit.without_autocast)
+            call_norm = None if half is None else self._call_without_autocast
             given = (self.x, x.dim(), conv, norm)
             y = emit_kgopt(chain, self._call, *given, not autocast, call_norm, self._added())
             # PyTorch's GroupNorm on CUDA gives a contiguous tensor, which later nodes may count on. Times a map in
@@ -563,6 +563,11 @@ class _Writer:
         sizes = [-1 if given.dim() == normed.dim() else 1] * normed.dim()
         sizes[1] = normed.shape[1]
         return self.graph.call_method("expand", (node, *sizes))
+
+    def _call_without_autocast(self, function: Any, *args: Any) -> fx.Node:
+        if function is emit.modulated_norm:
+            return self._call(emit.modulated_norm_without_autocast, *args)
+        return self._call(emit.without_autocast, function, *args)
 
     def _call(self, function: Any, *args: Any) -> fx.Node:
         # A norm's input is kept for its own gradient anyway; a sum's other part is not.

@@ -199,6 +199,11 @@ def modulated_norm(
     return y if u is x else y.reshape(x.shape)  # type: ignore[no-any-return]
 
 
+def modulated_norm_without_autocast(*args: Any) -> Tensor:
+    """:func:`modulated_norm`, whose ops keep x's dtype: captured graphs name functions, and hold none as arguments."""
+    return without_autocast(modulated_norm, *args)  # type: ignore[no-any-return]
+
+
 def _emit_channel_norm(chain: Chain, call: Call, call_norm: Call, x: Any, n: NormArgs) -> Any:
     wide = n.factor != 1 or n.bias_factor != 1
     weight = None if n.weight is None else call(_flat, n.weight, n.factor, wide)

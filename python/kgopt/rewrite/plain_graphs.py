@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from kgopt.rewrite import originals
-from kgopt.rewrite.captured import uses_autocast, value
+from kgopt.rewrite.captured import value
 from kgopt.rewrite.writes import is_written_between
 
 _CASTS = ("float", "double", "half", "bfloat16", "to", "type", "type_as")
@@ -26,7 +26,7 @@ _norms_as_is = originals.untouched(*originals.of_function(F.group_norm))
 
 def simplify(graph: fx.Graph) -> bool:
     """Whether there was anything of the kind."""
-    done = [_leave_out_casts(graph), not uses_autocast(graph) and _join_casts_and_norms(graph), _join_silu(graph)]
+    done = [_leave_out_casts(graph), _join_casts_and_norms(graph), _join_silu(graph)]
     return any(done)
 
 
@@ -95,9 +95,7 @@ def _join_casts_and_norms(graph: fx.Graph) -> bool:
         if up is None or back is None or back[0] is not node or up[1] is not torch.float32:
             continue
         x = value(up[0])
-        if x.dtype not in _HALVES or x.dtype is not back[1] or torch.is_autocast_enabled(x.device.type):
-            continue
-        if is_written_between(node.args[0], node):
+        if x.dtype not in _HALVES or x.dtype is not back[1] or is_written_between(node.args[0], node):
             continue
         with graph.inserting_before(node):
             made = graph.call_function(group_norm_in_float32, (up[0], *node.args[1:]), dict(node.kwargs))

@@ -61,12 +61,11 @@ class ConvPlan:
     carrier: carry.Carrier | None = None  # where the result is large enough for its moments to pay
     upsampled: tuple[Any, ...] = ()  # of x that is still to be upsampled: factors, padding, groups
     cast: torch.dtype | None = None  # autocast's: x and the parameters are cast first
+    border: Border | None = None  # is put around x first
 
     def takes(self, act: str) -> bool:
         """Whether an activation behind it may be part of its op. Under autocast PyTorch's softplus gives float32."""
         return self.adds and (self.cast is None or "softplus" not in act)
-
-    border: Border | None = None  # is put around x first
 
 
 @dataclass
