@@ -365,7 +365,11 @@ class Site:
         if not (x.is_contiguous() or keeps_format(norm)):
             return None  # PyTorch's norm gives a contiguous tensor, and what the sum is depends on both
         autocast = torch.is_autocast_enabled(x.device.type) and x.is_cuda
-        half = autocast and self.keeps_dtype and prelu is None
+        derived = getattr(type(norm), "_kgopt_derived", None)
+        is_narrowed = derived is not None and derived.is_narrowed(norm, x)
+        if autocast and is_narrowed and prelu is not None:
+            return None
+        half = autocast and (self.keeps_dtype or is_narrowed) and prelu is None
         if other.dtype is not x.dtype and (half or not autocast or torch.float64 in (x.dtype, other.dtype)):
             return None
         if half and "softplus" in act:
@@ -377,7 +381,7 @@ class Site:
         compiling = watched and _is_compiling()
         forward = None if compiling or prelu is not None else recompute.now()
         if not watched and _is_grad_enabled():
-            if half or not x.is_contiguous():
+            if half or is_narrowed or not x.is_contiguous():
                 x = self.kept(norm, n, x)
             # These gradients need the sum, which PyTorch keeps. What is computed again is not to be kept at all.
             if act not in ("none", "relu") and forward is None:
@@ -427,7 +431,9 @@ class Site:
         autocast = torch.is_autocast_enabled(x.device.type) and x.is_cuda
         if autocast and x.dtype is torch.float64:
             return False
-        dtype = torch.float32 if autocast and not self.keeps_dtype else x.dtype
+        derived = getattr(type(norm), "_kgopt_derived", None)
+        keeps_dtype = self.keeps_dtype or (derived is not None and derived.is_narrowed(norm, x))
+        dtype = torch.float32 if autocast and not keeps_dtype else x.dtype
         return operand.dtype is dtype or torch.promote_types(dtype, operand.dtype) is dtype
 
     def run_modulated(
@@ -445,7 +451,9 @@ class Site:
         Each of the two is None, or :meth:`may_modulate` said yes. None where act runs by rules of its own.
         """
         autocast = torch.is_autocast_enabled(x.device.type)
-        half = autocast and x.is_cuda and self.keeps_dtype
+        derived = getattr(type(norm), "_kgopt_derived", None)
+        is_narrowed = derived is not None and derived.is_narrowed(norm, x)
+        half = autocast and x.is_cuda and (self.keeps_dtype or is_narrowed)
         if autocast and (prelu is not None or (half and "softplus" in act)):
             return None
         n = begun if isinstance(begun, NormArgs) else norm_args(norm, x)
@@ -457,7 +465,7 @@ class Site:
         if _is_compiling():
             guard_methods(norm)
             guard_methods(prelu)
-        if _is_grad_enabled() and (half or not x.is_contiguous()) and not watching.is_watched():
+        if _is_grad_enabled() and (half or is_narrowed or not x.is_contiguous()) and not watching.is_watched():
             x = self.kept(norm, n, x)
         args: tuple[Any, ...] = (x, n.num_groups, n.weight, n.bias, n.eps, act, slope, factor, shift)
         if half:
