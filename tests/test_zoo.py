@@ -122,6 +122,7 @@ def small_network(full=((1, 2, 8, 8),)) -> Network:
         ("autocast_fp16", ("eager", "kgopt")),
         ("bf16", ("kgopt",)),
         ("autocast", ("kgopt",)),
+        ("amp", ("eager", "kgopt")),
     ],
 )
 def test_rows_of_a_case(precision, names):

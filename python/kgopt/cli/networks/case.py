@@ -87,7 +87,7 @@ class Task:
     """One row to be measured."""
 
     network: str
-    precision: str  # as rows have it: bf16, fp16, tf32, fp32, autocast, autocast_fp16
+    precision: str  # as rows have it: bf16, fp16, tf32, fp32, amp, autocast, autocast_fp16
     implementation: str
     eager_prefers_channels_last: bool = False
 
@@ -95,6 +95,11 @@ class Task:
     def training(self) -> bool:
         """A training step, or inference?"""
         return self.precision.startswith("autocast")
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What float32 parameters are cast to."""
+        return {"amp": torch.float16, "autocast": torch.bfloat16, "autocast_fp16": torch.float16}.get(self.precision)
 
 
 class _Call:
@@ -119,15 +124,11 @@ class _Call:
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """What a user calls the model under."""
-        if not self.task.training:
-            with torch.no_grad():
-                yield
-            return
-        dtype = torch.float16 if self.task.precision == "autocast_fp16" else torch.bfloat16
-        if self.task.precision == "autocast_fp32":  # the reference
-            yield
-            return
-        with torch.autocast(self.device.type, dtype):
+        with contextlib.ExitStack() as stack:
+            if not self.task.training:
+                stack.enter_context(torch.no_grad())
+            if self.task.autocast is not None:
+                stack.enter_context(torch.autocast(self.device.type, self.task.autocast))
             yield
 
     def forward(self, run: nn.Module) -> list[torch.Tensor]:
@@ -208,7 +209,7 @@ class Measurement:
                 self._master = self._stack.enter_context(self.entry.built(self.device, self.settings.small))
             row["shape"] = self.entry.shape(self.settings.small)
             row["parameters"] = sum(p.numel() for p in self._master.parameters())
-            flags = precision_flags("tf32" if task.training else task.precision)
+            flags = precision_flags(task.precision if task.precision in DTYPES else "tf32")
             with _quiet(), flags:
                 self._fill(task, row, last)
         except MissingPackageError as error:
@@ -221,7 +222,7 @@ class Measurement:
 
     def _call(self, task: Task, channels_last: bool) -> _Call:
         assert self._master is not None
-        dtype = torch.float32 if task.training else DTYPES[task.precision]
+        dtype = DTYPES.get(task.precision, torch.float32)
         model = copy.deepcopy(self._master).to(dtype)
         arguments = self.entry.arguments(self.device, dtype, self.settings.small)
         model, arguments = in_format(model, arguments, channels_last)

@@ -29,6 +29,7 @@ from kgopt.cli.text import time_text
 __all__ = ["run_zoo", "zoo_cases"]
 
 PRECISIONS = ("bf16", "training", "fp16", "tf32")
+_OF_ALL = ("amp", "fp32")  # that every network has, if they are asked for
 ROWS_OF_A_WORKER = 80  # then a new one: compilers keep what they made
 FIRST_S = 60.0  # more for the first row of a network: imports, weights, the reference
 
@@ -40,7 +41,7 @@ def zoo_cases(args: argparse.Namespace) -> list[tuple[Entry, str]]:
         ValueError: nothing is left, or a dtype is unknown.
     """
     wanted = args.dtype or PRECISIONS
-    known = (*PRECISIONS, "autocast", "autocast_fp16", "fp32")
+    known = (*PRECISIONS, "autocast", "autocast_fp16", *_OF_ALL)
     for name in wanted:
         if name not in known:
             raise ValueError(f"--dtype has {name!r}, expected some of {', '.join(known)}")
@@ -60,7 +61,7 @@ def zoo_cases(args: argparse.Namespace) -> list[tuple[Entry, str]]:
         for entry in entries:
             precision = entry.trains if name == "training" else name
             has = precision == entry.trains if precision.startswith("autocast") else precision in entry.precisions
-            if precision and (has or precision == "fp32"):
+            if precision and (has or precision in _OF_ALL):
                 found[entry.name, precision] = entry, precision
     if not found:
         raise ValueError(f"--dtype {','.join(wanted)} leaves nothing of {len(entries)} networks")

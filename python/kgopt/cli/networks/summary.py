@@ -83,7 +83,7 @@ class ZooCase:
         bars = [e for name in EAGER if (e := self.rows.get(name, {}).get("error")) is not None]
         if not bars:
             return []
-        dtype = DTYPES["bf16" if self.training else self.dtype]
+        dtype = DTYPES["bf16" if self.training else "fp16" if self.dtype == "amp" else self.dtype]
         found = []
         for name in OURS:
             error = self.rows.get(name, {}).get("error")
