@@ -200,6 +200,7 @@ POOLED = [  # the function, arguments, sizes of x
     (F.adaptive_avg_pool2d, ((None, 2),), (3, 131)),
     (F.adaptive_avg_pool3d, ((2, 1, 3),), (8, 9, 11)),
     (F.avg_pool2d, (8,), (17, 31)),
+    (F.avg_pool2d, ((16, 24),), (16, 24)),
     (F.avg_pool2d, ((4, 16), None, 0, True), (8, 32)),
     (F.avg_pool3d, (4, (4,)), (8, 9, 10)),
     (F.adaptive_max_pool2d, (3,), (40, 41)),

@@ -155,7 +155,7 @@ _RUN: dict[str, Callable[[Call, str], Tensor]] = {
     "resized": lambda call, _: kernels.repeated(call.x, call.argument),
     "linear": lambda call, _: _OPS.upsample_linear(call.x),
     "max_pool": lambda call, _: _OPS.max_pool(call.x, *map(list, call.argument)),
-    "pooled": lambda call, _: pools.pooled(call.x, pools.Pool(*call.argument), call.keeps),
+    "pooled": lambda call, _: pools.pooled_as_torch(call.x, pools.Pool(*call.argument), call.keeps),
     "replicate": lambda call, _: _OPS.pad_replicate(call.x, list(call.argument)),
     "repeated": lambda call, _: _OPS.pad_replicate(call.x, list(call.argument)),
     "reflect": lambda call, _: kernels.pad_reflect(call.x, call.argument),

@@ -45,14 +45,15 @@ def pool_of(takes: Callable[[Any], bool], func: Any, args: Any, kwargs: Any) -> 
     Raises:
         TypeError: arguments that the function does not have.
     """
-    x, pool = _average(func, *args, **kwargs) if func in _AVERAGES else _adaptive(func, *args, **kwargs)
-    return (pool, x) if pool is not None and takes(x) and is_worth(pool) else None
+    is_adaptive = func in _ADAPTIVE
+    x, pool = _adaptive(func, *args, **kwargs) if is_adaptive else _average(func, *args, **kwargs)
+    return (pool, x) if pool is not None and takes(x) and is_worth(pool, is_adaptive) else None
 
 
-def is_worth(pool: Pool) -> bool:
-    """Whether few results have large windows. PyTorch's own mean of all positions is a reduction already."""
+def is_worth(pool: Pool, is_adaptive: bool = True) -> bool:
+    """Whether few results have large windows. PyTorch's adaptive mean of all positions is a reduction already."""
     count = math.prod(pool.results)
-    is_own = count == 1 and pool.how == "mean"
+    is_own = is_adaptive and count == 1 and pool.how == "mean"
     return not is_own and count <= MOST_RESULTS and math.prod(pool.spatial) >= LEAST_WINDOW * count
 
 
@@ -118,8 +119,19 @@ def pooled(x: Tensor, pool: Pool, keeps: bool = False) -> Tensor:
     """
     part = _pooled_part(x, pool)
     y = _of_equal_windows(part, pool) if is_even(pool) else _dim_by_dim(part, pool)
-    form = format_of(x) if keeps or x.dim() == 4 else torch.contiguous_format
-    return y.to(x.dtype).contiguous(memory_format=form)
+    return y.to(x.dtype).contiguous(memory_format=_format(x, keeps))
+
+
+def pooled_as_torch(x: Tensor, pool: Pool, keeps: bool = False) -> Tensor:
+    """:func:`pooled` with PyTorch's strides also where there is one position, whose format nothing else tells."""
+    y = pooled(x, pool, keeps)
+    if math.prod(y.shape[2:]) != 1:
+        return y
+    return torch.empty(y.shape, dtype=y.dtype, device=y.device, memory_format=_format(x, keeps)).copy_(y)
+
+
+def _format(x: Tensor, keeps: bool) -> torch.memory_format:
+    return format_of(x) if keeps or x.dim() == 4 else torch.contiguous_format
 
 
 def _pooled_part(x: Tensor, pool: Pool) -> Tensor:
