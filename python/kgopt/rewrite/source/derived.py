@@ -17,8 +17,8 @@ from __future__ import annotations
 import ast
 import inspect
 import types
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,8 @@ def _answer(module: Any, test: tuple[str, bool]) -> Any:
     return value is None if none else value if type(value) is bool else None
 
 
-class _Value(NamedTuple):
+@dataclass(frozen=True)
+class _Value:
     """What an expression gives: the forward's argument after so many steps, the norm counted, or its dtype."""
 
     steps: int
@@ -129,7 +130,7 @@ class _Reading(Reading):
         if isinstance(e, ast.IfExp):
             return self.value(e.body if self.test(e.test) else e.orelse)
         if isinstance(e, ast.Attribute) and e.attr == "dtype" and not (of := self.value(e.value)).is_dtype:
-            return of._replace(is_dtype=True)
+            return replace(of, is_dtype=True)
         if isinstance(e, ast.BinOp):
             return self.with_number(e)
         if not isinstance(e, ast.Call) or any(isinstance(a, ast.Starred) for a in e.args):
@@ -174,7 +175,7 @@ class _Reading(Reading):
             raise UnreadError
         self.steps.append((name, what))
         self.done += 1
-        return given._replace(steps=self.done)
+        return replace(given, steps=self.done)
 
     def cast(self, called: ast.Attribute, args: list[ast.expr]) -> _Value:
         """``x.float()``, ``y.type(x.dtype)``: nothing, where all is float32."""
@@ -183,11 +184,11 @@ class _Reading(Reading):
             raise UnreadError
         self.casts = True
         if called.attr == "float" or (called.attr != "type_as" and self.resolved(args[0]) is torch.float32):
-            return given._replace(is_wide=True)
+            return replace(given, is_wide=True)
         like = self.value(args[0])
         if like.is_dtype is (called.attr == "type_as"):
             raise UnreadError
-        return given._replace(is_wide=like.is_wide)
+        return replace(given, is_wide=like.is_wide)
 
     def is_super(self, e: ast.expr) -> bool:
         if not isinstance(e, ast.Call) or not isinstance(e.func, ast.Name) or e.func.id != "super" or e.keywords:
@@ -223,7 +224,7 @@ class _Reading(Reading):
                 raise UnreadError
         self.is_normed, self.is_wide = True, of.is_wide
         self.done = 1
-        return of._replace(steps=1)
+        return replace(of, steps=1)
 
 
 def _base(cls: type) -> Any:
