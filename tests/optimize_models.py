@@ -336,8 +336,10 @@ class InAClosure(LeftAlone):
 
 
 class InANestedFunction(LeftAlone):
+    """One that does more than a method's own code: its default is computed where it is defined."""
+
     def forward(self, x):
-        def block(t):
+        def block(t, kept=x):
             t = self.norm(t)
             return self.act(t)
 

@@ -1,13 +1,18 @@
-"""Norms and activations that a method reaches through a property or in a counted loop, as OpenMMLab's do."""
+"""Norms and activations that a method reaches through a property, in a counted loop or in a function of its own, as
+OpenMMLab's do.
+"""
 
 from __future__ import annotations
 
 import ast
+import copy
+import pickle
 import textwrap
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import kgopt
 from kgopt.rewrite.source.names import counters
@@ -183,6 +188,74 @@ def test_counters():
         """)
     ).body[0]
     assert counters(tree) == {"i"}
+
+
+class Inner(Base):
+    """A function for torch.utils.checkpoint, as mmcls' ResNets have it."""
+
+    def __init__(self, use=False) -> None:
+        super().__init__()
+        self.use, self.other = use, nn.GroupNorm(2, 4)
+
+    def forward(self, x):
+        scale = 2.0
+
+        def _inner_forward(x):
+            identity = self.conv(x)
+            out = self.norm(identity)
+            out = self.activate(out)
+            out = self.other(out)
+            out = out + identity
+            return out * scale
+
+        if self.use and x.requires_grad:
+            out = checkpoint(_inner_forward, x, use_reentrant=False)
+        else:
+            out = _inner_forward(x)
+        scale = 3.0
+        return self.last(self.activate(out)) * scale
+
+
+class Counts(Base):
+    """Functions that do more than a method's code may."""
+
+    def forward(self, x):
+        calls = []
+
+        def first(t, power=1):
+            calls.append(power)
+            return self.activate(self.norm(self.conv(t)))
+
+        def second(self, t):
+            return self.last(t)
+
+        def third(t):
+            return next(self.activate(self.gn(u)) for u in (t,))
+
+        y = third(first(x))
+        assert calls == [1]
+        return second(self, y)
+
+
+@pytest.mark.parametrize("use", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+def test_functions_inside_a_method(use, train, ran):
+    ours, original = pair(lambda: Inner(use), train=train)
+    check(ours, original, (2, 2, 5, 6))
+    assert ran[:2] == ["relu", "sum none"]
+    check_compiled(ours, original, (2, 2, 5, 6))
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        check(twin, original, (2, 2, 5, 6))
+    for net in (ours, original):
+        net.other = nn.Identity()
+    ran.clear()
+    check(ours, original, (2, 2, 5, 6))
+    assert "sum none" not in ran
+
+
+def test_functions_inside_that_are_left_alone():
+    ours, original = pair(Counts)
+    check(ours, original, (2, 2, 5, 6))
 
 
 def test_the_original_methods_come_back():

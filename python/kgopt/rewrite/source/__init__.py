@@ -119,6 +119,17 @@ def _rewrite(method: Method, gives: bool = False) -> Found:
     return found
 
 
+def _rewrite_inner(method: Method) -> list[Found]:
+    """The same of the functions that a method defines for itself, to checkpoint them, say."""
+    found: list[Found] = []
+    for tree in (s for s in method.tree.body if isinstance(s, ast.FunctionDef)):
+        inner = method.inner(tree)
+        if inner is not None:
+            found.append(_rewrite(inner))
+            tree.body = inner.tree.body
+    return found
+
+
 def _giving(name: str, method: Method, role: Callable[[Path], Role | None]) -> Method | None:
     """The same forward, with the value of a norm or a convolution at its end for later; None where there is none."""
     has_norm = any(kind == "norm" or (kind, what) == ("tail", "norm") for kind, what, _ in method.used_roles.values())
@@ -126,6 +137,7 @@ def _giving(name: str, method: Method, role: Callable[[Path], Role | None]) -> M
     if name != "forward" or not (has_norm or method.may_give):
         return None
     other = Method(method.code, role, parse(method.code))
+    _rewrite_inner(other)
     _rewrite(other, gives=True)
     if other.gives_more and (other.may_give or other.gives):
         return None  # now this, now that
@@ -170,6 +182,12 @@ def _called(method: Method, children: set[str]) -> set[str]:
     return {own[0] for n in owners if (own := path(n)) is not None and len(own) == 1 and own[0] in children}  # type: ignore[misc]
 
 
+def _names_in(code: types.CodeType) -> set[str]:
+    """What a function names, and the functions in it."""
+    inner = [_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
 class Analyses:
     """Those of the modules of one network: blocks of a class are read once, as long as their children do the same."""
 
@@ -201,7 +219,7 @@ def _analyze(module: nn.Module, cls: type, role: Callable[[Path], Role | None]) 
     seen: set[str] = set()
     called: set[str] = set()
     for name, function in own_methods(cls):
-        names = set(inspect.unwrap(function).__code__.co_names)
+        names = _names_in(inspect.unwrap(function).__code__)
         mentioned = children & names
         seen |= mentioned
         called |= children if names & _ANY_CHILD else set()
@@ -214,7 +232,7 @@ def _analyze(module: nn.Module, cls: type, role: Callable[[Path], Role | None]) 
         try:
             method = _method(function, role)
             called |= _called(method, mentioned)
-            in_methods = [_rewrite(method), *_inherit(method, cls)]
+            in_methods = [*_rewrite_inner(method), _rewrite(method), *_inherit(method, cls)]
         except CannotRewriteError as error:
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} {error}"))
             continue
@@ -240,6 +258,7 @@ def rewritten_methods(cls: type, recipe: dict[str, Roles], stand: Stand) -> dict
             continue
         try:
             method = _method(function, lambda path, roles=roles: roles.get(text_of(path)))  # type: ignore[misc]
+            _rewrite_inner(method)
             _rewrite(method)
             _inherit(method, cls)
             giving = None if undecorated(function) is not function else _giving(name, method, method.role_of)

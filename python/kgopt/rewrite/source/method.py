@@ -20,7 +20,7 @@ from kgopt.rewrite.patterns import Node
 from kgopt.rewrite.roles import Number, Path, Role
 from kgopt.rewrite.source.code import CannotRewriteError
 from kgopt.rewrite.source.expressions import constant, of_one_argument, path_of, text_of
-from kgopt.rewrite.source.names import copied, walk, writes
+from kgopt.rewrite.source.names import SCOPES, copied, walk, writes
 from kgopt.rewrite.source.trees import call_of
 from kgopt.rewrite.waits import Written
 
@@ -48,21 +48,25 @@ class Method:
     """One method of a class: its tree, which is changed, and what the names in it mean."""
 
     def __init__(
-        self, function: types.FunctionType, role: Callable[[Path], Role | None], tree: ast.FunctionDef
+        self,
+        function: types.FunctionType,
+        role: Callable[[Path], Role | None],
+        tree: ast.FunctionDef,
+        outer: Method | None = None,
     ) -> None:
         self.code = function
         self.role_of = role
         self.tree = copied(tree)
-        self.sites: dict[str, Replacement] = {}
-        self.used_roles: dict[str, Role] = {}
+        self.sites: dict[str, Replacement] = {} if outer is None else outer.sites
+        self.used_roles: dict[str, Role] = {} if outer is None else outer.used_roles
         self.gives = False  # it may return what is no tensor yet
         self.gives_more = False  # in a tuple, as the first of several values
         self.may_give = False  # what a convolution makes
         self.takes = False  # it may be given what is no tensor yet
         self.only_convolves = False  # it pads and convolves that, and does nothing else
         arguments = self.tree.args
-        self.owner = "".join(function.__qualname__.split(".")[-2:-1])
-        self.self_name = (arguments.posonlyargs + arguments.args)[0].arg
+        self.owner: str = "".join(function.__qualname__.split(".")[-2:-1]) if outer is None else outer.owner
+        self.self_name: str = (arguments.posonlyargs + arguments.args)[0].arg if outer is None else outer.self_name
         code = function.__code__
         self.hidden = set(code.co_cellvars)  # names that closures see
         for node in walk(self.tree):
@@ -74,6 +78,22 @@ class Method:
             raise CannotRewriteError(f"calls {min(called & _LOOKS_AT_LOCALS)}(), which may read any variable")
         if self.self_name in {w for s in self.tree.body for w in writes(s)}:
             raise CannotRewriteError(f"assigns {self.self_name}")
+
+    def inner(self, tree: ast.FunctionDef) -> Method | None:
+        """A function that the method defines and that reads its ``self``: one more method of that; None for one that
+        does what a method's code does not.
+        """
+        codes = [c for c in self.code.__code__.co_consts if isinstance(c, types.CodeType) and c.co_name == tree.name]
+        given = tree.args
+        is_plain = not (tree.decorator_list or given.vararg or given.kwarg or given.kwonlyargs or given.defaults)
+        if not is_plain or len(codes) != 1 or self.self_name not in codes[0].co_freevars:
+            return None
+        if any(isinstance(n, (*SCOPES, ast.ClassDef, ast.Nonlocal, ast.Global)) for s in tree.body for n in walk(s)):
+            return None
+        # What it reads of the method's own variables shows when it runs.
+        cells = tuple(types.CellType() for _ in codes[0].co_freevars)
+        function = types.FunctionType(codes[0], self.code.__globals__, tree.name, None, cells)
+        return Method(function, self.role_of, tree, self)
 
     def lets_errors_pass(self, statement: ast.With | ast.AsyncWith) -> bool:
         """Context managers of torch do not swallow exceptions."""
