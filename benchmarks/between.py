@@ -17,8 +17,6 @@ and slower in images.
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kgopt  # noqa: F401
-from events import busy
+from events import busy_of_few, keep
 from kgopt._layout import FORMATS
-from kgopt.cli.environment import environment
 from kgopt.rewrite import glue
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -76,15 +73,11 @@ def measure(case: Any, dtype: str, last: bool) -> dict[str, Any]:
     args = arguments(kind, given, x)
     y, copy = function(x, *args), torch.empty_like(x)
 
-    def timed(call: Callable[[], Any]) -> float:
-        once = busy(call, 1)
-        return once if once > 5e3 else busy(call)
-
     call = glue.recognize(function, (x, *args), {})
     row: dict[str, Any] = {"kind": kind, "function": function.__name__, "sizes": sizes, "arguments": str(given)}
-    row |= {"dtype": dtype, "channels_last": last, "torch": timed(lambda: function(x, *args))}
-    row["floor"] = timed(lambda: copy.copy_(x)) * (x.numel() + y.numel()) / (2 * x.numel())
-    row["ways"] = {} if call is None else {way: timed(lambda way=way: call.run(way)) for way in call.options}  # type: ignore[misc]
+    row |= {"dtype": dtype, "channels_last": last, "torch": busy_of_few(lambda: function(x, *args))}
+    row["floor"] = busy_of_few(lambda: copy.copy_(x)) * (x.numel() + y.numel()) / (2 * x.numel())
+    row["ways"] = {} if call is None else {way: busy_of_few(lambda way=way: call.run(way)) for way in call.options}  # type: ignore[misc]
     return row
 
 
@@ -109,10 +102,7 @@ def main() -> None:
                     f"{row['torch']:8.1f}  {ways}",
                     flush=True,
                 )
-                if args.json:
-                    args.json.parent.mkdir(parents=True, exist_ok=True)
-                    facts = environment(torch.device("cuda"), args.commit)
-                    args.json.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1))
+                keep(args.json, rows, args.commit)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ fp32.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kgopt  # noqa: F401
-from events import busy
+from events import busy_of_few, keep
 from kgopt._layout import FORMATS
-from kgopt.cli.environment import environment
 
 OPS = torch.ops.kgopt
 # Name, batch, channels, sizes, kernel, stride, transposed.
@@ -57,12 +55,6 @@ SHAPES: list[tuple[str, int, int, tuple[int, ...], int, int, bool]] = [
     ("EfficientNet", 32, 1152, (7, 7), 3, 1, False),
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def _time(call: Callable[[], Any]) -> float:
-    """Microseconds; of few calls where one takes milliseconds, PyTorch's may take half a second."""
-    once = busy(call, 1)
-    return once if once > 5e3 else busy(call)
 
 
 def measure(shape: Any, dtype: str, last: bool) -> dict[str, Any]:
@@ -94,8 +86,8 @@ def measure(shape: Any, dtype: str, last: bool) -> dict[str, Any]:
         return lambda: OPS.conv_backward(dy, x, weight, *geometry, mask, backend=backend)
 
     row: dict[str, Any] = {"shape": shape, "dtype": dtype, "channels_last": last}
-    row["y"] = [_time(ours), _time(theirs)]
-    row["dx"], row["dweight"] = ([_time(gradient(i, backend)) for backend in ("kgopt", "aten")] for i in (0, 1))
+    row["y"] = [busy_of_few(ours), busy_of_few(theirs)]
+    row["dx"], row["dweight"] = ([busy_of_few(gradient(i, backend)) for backend in ("kgopt", "aten")] for i in (0, 1))
     row["auto"] = [OPS.explain_conv(x, weight, *geometry), OPS.explain_conv(x, weight, *geometry, "backward")]
     row["predicted"] = OPS.explain_conv(x, weight, *geometry, backend="kgopt")
     return row
@@ -122,10 +114,7 @@ def main() -> None:
                 )
                 text = f"{shape[0]} {list(shape[1:4])} k{shape[4]} s{shape[5]}{' transposed' if shape[6] else ''}"
                 print(f"{text:52s} {dtype} {'last' if last else 'cont'}  {times}", flush=True)
-                if args.json:
-                    args.json.parent.mkdir(parents=True, exist_ok=True)
-                    facts = environment(torch.device("cuda"), args.commit)
-                    args.json.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1))
+                keep(args.json, rows, args.commit)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from kgopt.cli.environment import environment
 
 
 def busy(call: Callable[[], Any], calls: int = 20) -> float:
@@ -22,3 +26,17 @@ def busy(call: Callable[[], Any], calls: int = 20) -> float:
         torch.cuda.synchronize()
         rows.append(start.elapsed_time(end) / calls * 1e3)
     return min(rows)
+
+
+def busy_of_few(call: Callable[[], Any]) -> float:
+    """The same of one call where that takes milliseconds: PyTorch's may take half a second."""
+    once = busy(call, 1)
+    return once if once > 5e3 else busy(call)
+
+
+def keep(path: Path | None, rows: list[Any], commit: str | None) -> None:
+    """Writes the rows so far, with the machine that they are of; ``path``: None to keep nothing."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        facts = environment(torch.device("cuda"), commit)
+        path.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1))

@@ -71,6 +71,7 @@ def test_what_is_recognized():
         {"size": (4, 10)},
         {"size": (6, 7)},
         {"size": (5,)},
+        {"size": (13,)},
         {"size": (5, 7), "mode": "nearest-exact"},
         {"size": (5, 7), "mode": "bilinear"},
         {"size": (4, 6)},

@@ -49,7 +49,7 @@ def _pool(sizes: Sequence[Any], results: Sequence[Any]) -> Pool | None:
 
 
 def _adaptive_avg_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
-    """Inductor has kernels of its own for images, whose windows are of one length; it calls ATen for all others."""
+    """Inductor calls ATen for volumes, and for large windows of several lengths."""
     pool = _pool(x.shape, output_size)
     return NotImplemented if pool is None else pooled(x, pool)
 

@@ -37,11 +37,6 @@ _CONVS: dict[Any, tuple[str, int, bool]] = {  # the op, dims, transposed
 # The op's name by function; of those with a kernel that is not transposed; where they are PyTorch's own.
 CONVS = {function: op for function, (op, *_) in _CONVS.items() if originals.is_torchs(function)}
 PLAIN_CONVS = {function: rank for function, (_, rank, transposed) in _CONVS.items() if not transposed}
-FUNCTIONS = frozenset(
-    f
-    for f in (INTERPOLATE, PAD, ATTENTION, BATCH_NORM, *CATS, *_POOLS, *pools.FUNCTIONS, *_CONVS)
-    if originals.is_torchs(f)
-)
 # By function: whether what it calls is PyTorch's own.
 _UNTOUCHED = {
     **{
@@ -50,6 +45,7 @@ _UNTOUCHED = {
     },
     **dict.fromkeys((ATTENTION, *CATS, *_CONVS), originals.untouched()),
 }
+FUNCTIONS = frozenset(f for f in _UNTOUCHED if originals.is_torchs(f))
 # Channels of input or output, up to which kgopt's own convolution can be the faster one: in general, in channels_last.
 NARROW, NARROW_LAST = 32, 128
 FEW = 4  # output channels of group_norm_conv1x1's kernel
@@ -448,8 +444,8 @@ def _resized(*args: Any, **kwargs: Any) -> Call | None:
     if size is None or scale_factor is not None or mode != "nearest" or antialias or not _takes(input):
         return None
     rank = input.dim() - 2
-    sizes = numbers(size, rank)
-    if sizes is None or min(sizes) < 1 or max(sizes) > LARGEST_RESIZED:
+    sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,) * rank
+    if len(sizes) != rank or not all(type(v) is int and 1 <= v <= LARGEST_RESIZED for v in sizes):
         return None
     more = [v - s for v, s in zip(sizes, input.shape[2:], strict=True)]
     if set(more) <= {0, 1}:

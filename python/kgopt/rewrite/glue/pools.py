@@ -91,11 +91,7 @@ def _average(
     if any(not 1 <= k <= s for s, k in zip(spatial, kernel, strict=True)):  # PyTorch refuses it
         return input, None
     step = kernel if stride is None or stride in ((), []) else numbers(stride, rank)
-    if (
-        step != kernel
-        or numbers(padding, rank) != (0,) * rank
-        or any(k > s for s, k in zip(spatial, kernel, strict=True))
-    ):
+    if step != kernel or numbers(padding, rank) != (0,) * rank:
         return input, None
     results = tuple(s // k for s, k in zip(spatial, kernel, strict=True))
     whole = tuple(r * k for r, k in zip(results, kernel, strict=True))
