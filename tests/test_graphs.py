@@ -78,6 +78,7 @@ class Fake:
 
     def is_busy(self, call, device):
         self.asked += 1
+        call()
         return self.busy
 
     def lane(self, device):

@@ -523,6 +523,27 @@ def test_example_inputs_leave_no_trace():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("measure", [False, True])
+def test_what_a_model_writes_to_its_example_inputs_is_put_back(measure, train, device):
+    """An in-place activation comes first: each trial had a tensor that the one before had changed, and so had the user
+    afterwards."""
+    model = nn.Sequential(nn.ELU(0.5, inplace=True), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()).train(train)
+    model = model.to(device)
+    x, kept = (torch.linspace(-3, 2, 2 * 4 * 9 * 8, device=device).reshape(2, 4, 9, 8) for _ in range(2))
+    kgopt.optimize(model, {"input": x}, measure=measure)
+    assert torch.equal(x, kept)
+    kgopt.optimize(model, x, measure=measure, cuda_graph=not train)
+    assert torch.equal(x, kept)
+    with torch.inference_mode():
+        inside = kept.clone()
+        kgopt.optimize(model, inside, measure=measure)
+        assert torch.equal(inside, kept)
+    with torch.no_grad():
+        model(x)
+    assert torch.equal(x, F.elu(kept, 0.5))
+
+
 def test_report_is_a_table(capsys):
     model = models.randomized(models.MonaiResBlock())
     kgopt.optimize(model, measure=False, report=True)

@@ -247,7 +247,7 @@ def test_what_is_faster_and_right_is_taken(function, args, sizes, dtype, channel
     monkeypatch.setattr(search, "SMALL", 0)
     monkeypatch.setattr(search.clocks, "busy_both", lambda *_: (2.0, 1.0))
     x = draw((2, 5, *sizes), dtype, channels_last, device)
-    call = glue.recognize(function, (x, *args), {})
+    call = glue.recognize(function, (x, *args), {}).inside(True)  # on a GPU PyTorch pads into a contiguous tensor
     assert search._fastest(call, lambda: function(x, *args)) == "kgopt"
     monkeypatch.setattr(glue.Call, "run", lambda call, option="": function(call.x, *args) * 1.05)
     assert search._fastest(call, lambda: function(x, *args)) == ""

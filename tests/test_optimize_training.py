@@ -164,7 +164,7 @@ def test_a_model_that_cannot_be_trained(monkeypatch):
     whole models are timed, `optimize` raised its backward's error."""
 
     def times_the_model(self, layout):
-        with timed.trial(self.root, grad=True), timed.original_code(self.root):
+        with self.trial(grad=True), timed.original_code(self.root):
             self.timed()
         return between.Choice([], "")
 

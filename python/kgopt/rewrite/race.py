@@ -16,7 +16,7 @@ from torch import nn
 from kgopt.rewrite import casts, clocks, convolved, graphs, known, layout
 from kgopt.rewrite.disguise import become, original_class
 from kgopt.rewrite.reporting import Report
-from kgopt.rewrite.timed import NEAR, trial
+from kgopt.rewrite.timed import NEAR
 from kgopt.rewrite.transaction import LOCK
 from kgopt.rewrite.whole import Whole
 
@@ -134,7 +134,7 @@ def choose_recompute(whole: Whole | None, root: nn.Module, found: Report) -> Non
 
     def measure() -> list[float]:
         off, on = (functools.partial(setattr, state, "enabled", is_on) for is_on in (False, True))
-        with trial(root, True):
+        with whole.trial(True):
             return list(clocks.clock_both(whole.step, whole.step, whole.device, (off, on)))
 
     (before, after), _ = whole.settle("recompute", measure)
@@ -148,7 +148,7 @@ def choose_recompute(whole: Whole | None, root: nn.Module, found: Report) -> Non
 def _clock(whole: Whole) -> list[float]:
     """Seconds of a call as the model came, and as it is."""
     forms = _Forms(whole.root)
-    with trial(whole.root, whole.root.training):
+    with whole.trial(whole.root.training):
         try:
             return list(clocks.clock_both(whole.timed, whole.timed, whole.device, (forms.came, forms.made)))
         finally:

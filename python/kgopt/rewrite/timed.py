@@ -26,17 +26,6 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
 
 
-@contextlib.contextmanager
-def trial(root: nn.Module, grad: bool) -> Iterator[None]:
-    """The model may be called, and afterwards nothing has happened to it."""
-    put_back = snapshot(root)
-    with torch.set_grad_enabled(grad):
-        try:
-            yield
-        finally:
-            put_back()
-
-
 def site_states(root: nn.Module) -> list[policy.SiteState]:
     """Of the sites of a model."""
     states = (known.get(m, name) for m in root.modules() for name in ("site", "calls"))
@@ -75,6 +64,17 @@ class TimedModel:
         self._steps: bool | None = None  # is a backward timed, too? None: not tried yet
         self._row = 0  # calls that are timed at once; 0: not tried yet
 
+    @contextlib.contextmanager
+    def trial(self, grad: bool) -> Iterator[None]:
+        """The model may be called, and afterwards nothing has happened to it or to its inputs."""
+        put_back = snapshot(self.root, [t for t in tree_leaves(self.example) if isinstance(t, Tensor)])
+        # In inference mode nothing can be saved for a backward, whatever is enabled.
+        with torch.set_grad_enabled(grad and not torch.is_inference_mode_enabled()):
+            try:
+                yield
+            finally:
+                put_back()
+
     def bare(self) -> Any:
         """Calls the model, within a trial."""
         args, kwargs = arguments_of(self.example)
@@ -82,7 +82,7 @@ class TimedModel:
 
     def call(self) -> Any:
         """Calls the model, and nothing has happened to it afterwards."""
-        with trial(self.root, self.root.training):
+        with self.trial(self.root.training):
             torch.manual_seed(self.seed)
             before = _random_states(self.device)
             result = self.bare()
@@ -93,8 +93,13 @@ class TimedModel:
     def says(self, question: str, ask: Callable[..., bool], *more: Any) -> bool:
         """The answer about a call of the example inputs."""
         args, kwargs = arguments_of(self.example)
-        (answer,), _ = self.settle(question, lambda: [float(ask(self.root, args, kwargs, *more))])
-        return bool(answer)
+
+        def answer() -> list[float]:
+            with self.trial(False):
+                return [float(ask(self.root, args, kwargs, *more))]
+
+        (said,), _ = self.settle(question, answer)
+        return bool(said)
 
     def seconds(self, question: str, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[float, float]:
         """Of a call of two forms of the model, measured unless an equal model was asked the same.
@@ -105,11 +110,11 @@ class TimedModel:
 
         def measure() -> list[float]:
             if self.replays:
-                with trial(self.root, False):
+                with self.trial(False):
                     found = graphs.seconds_of_replays(first, second, self.device)
                 if found is not None:
                     return list(found)
-            with trial(self.root, self.root.training):
+            with self.trial(self.root.training):
                 row = self.row(first)
 
                 def in_a_row(form: Callable[[], Any]) -> Callable[[], Any]:
@@ -144,7 +149,7 @@ class TimedModel:
         """Seconds of the GPU's work in a call of the form that the model now has, launches hidden."""
 
         def measure() -> list[float]:
-            with trial(self.root, self.root.training):
+            with self.trial(self.root.training):
                 return [clocks.busy(self.timed, self.device)]
 
         (seconds,), known = self.settle(f"work {question}", measure)
@@ -155,7 +160,7 @@ class TimedModel:
         """Bytes that a call of the form that the model now has takes at its worst, in training with its backward."""
 
         def measure() -> list[float]:
-            with trial(self.root, self.root.training):
+            with self.trial(self.root.training):
                 return [float(clocks.peak_bytes(self.timed, self.device))]
 
         (found,), known = self.settle(f"memory {question}", measure)
@@ -204,7 +209,7 @@ class TimedModel:
         watched = watched or any(m._backward_hooks or m._backward_pre_hooks for m in root.modules())
         if not root.training or not parameters or watched:
             return False
-        with original_code(root), trial(root, True):
+        with original_code(root), self.trial(True):
             try:
                 self.step()
             except RuntimeError:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from kgopt.rewrite import known
 from kgopt.rewrite.disguise import become, original_class
+from kgopt.torch_private import version_of
 
 # Two threads that optimize or restore one model take turns; those that call it do not wait.
 LOCK = threading.RLock()
@@ -83,9 +84,10 @@ def all_or_nothing(root: nn.Module, undo: Callable[[], Any]) -> Iterator[None]:
         raise
 
 
-def snapshot(root: nn.Module) -> Callable[[], None]:
-    """Puts the buffers of a model back, and the random state of all devices."""
+def snapshot(root: nn.Module, given: Sequence[Tensor] = ()) -> Callable[[], None]:
+    """Puts back a model's buffers, what it wrote to tensors that it was given, and the random state of all devices."""
     buffers = {name: b.detach().clone() for name, b in root.named_buffers() if not is_lazy(b)}
+    held = [(t, None if t.is_inference() else version_of(t), t.detach().clone()) for t in given]
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
@@ -94,6 +96,10 @@ def snapshot(root: nn.Module) -> Callable[[], None]:
             for name, b in root.named_buffers():
                 if name in buffers and b.shape == buffers[name].shape:
                     b.copy_(buffers[name])
+        for t, version, value in held:
+            if t.is_inference() or version is None or version_of(t) != version:
+                with torch.no_grad(), torch.inference_mode(t.is_inference()):
+                    t.copy_(value)
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)

@@ -180,12 +180,12 @@ class Graphs:
         check_that_calls_can_be_seen(call)
         # Out of inference mode: its tensors could not be written to by calls that are not in it.
         with undone(call.root), torch.inference_mode(False), torch.set_grad_enabled(grad), no_casts_kept():
-            if asks and machine.MACHINE.is_busy(call.run, device):
+            own = call.on_own_tensors()  # what it writes to its arguments happens once, in the call that follows
+            if asks and machine.MACHINE.is_busy(own.run, device):
                 raise RefusedError(BUSY)
             if self.lane is None:
                 self.lane = machine.MACHINE.lane(device)
             with self.lane.aside():
-                own = call.on_own_tensors()
                 own.run()  # sites measure themselves; what the model makes at its first call is there
                 self.stamp = stamp_of(own, self.stamp, harmless=self.mode == "auto")
                 expected = result_alone(own, self.stamp)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ def random_states(device: torch.device) -> Any:
 
 
 @contextlib.contextmanager
-def undone(root: nn.Module) -> Iterator[None]:
-    """Afterwards the calls of a model have changed neither its buffers nor a random state."""
-    put_back, drawn = snapshot(root), random.getstate()
+def undone(root: nn.Module, given: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Afterwards the calls of a model have changed neither its buffers, nor what it was given, nor a random state."""
+    put_back, drawn = snapshot(root, given), random.getstate()
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
     try:

@@ -13,7 +13,7 @@ from kgopt.rewrite import classes, clocks, known
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.graphs import machine
 from kgopt.rewrite.graphs.calls import Graphs
-from kgopt.rewrite.graphs.effects import no_casts_kept
+from kgopt.rewrite.graphs.effects import no_casts_kept, undone
 from kgopt.rewrite.graphs.recording import Recording
 from kgopt.rewrite.transaction import LOCK
 from kgopt.torch_private import tree_leaves
@@ -111,7 +111,8 @@ def record(
         return 0.0
     # Below the part of the class, so that hooks of the root are not called.
     plain = classes.make_class(*_without(root)).forward
-    with torch.no_grad():
+    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    with torch.no_grad(), undone(root, given):
         state.call(plain, root, args, kwargs, seen=True, timed=not known_seconds, asks=asks)
     made = [c for c in state.calls.values() if isinstance(c, Recording)]
     return (known_seconds or made[-1].after) if made else 0.0
