@@ -297,7 +297,7 @@ def run_gradients(name, dy, x, weight, geometry, wanted=(True, True, True), back
 
 
 def depthwise_cases() -> None:
-    """Tiles of images and volumes at both strides, forward and backward."""
+    """Tiles of images and volumes at both strides, and with dilation, forward and backward."""
     for dtype, last in itertools.product((torch.float32, *HALVES), (False, True)):
         for c, size, kernel, stride, padding, dilation in (
             (20, (5, 9, 24), 3, 1, 1, 1),
@@ -306,6 +306,8 @@ def depthwise_cases() -> None:
             (24, (19, 24), 3, 1, 1, 1),
             (24, (19, 23), 5, 2, 2, 1),
             (40, (7, 7), 7, 1, 3, 1),
+            (24, (19, 25), 3, 1, 2, 2),
+            (10, (5, 9, 14), 3, 1, 2, 2),
         ):
             rank = len(size)
             x = tensor(2, c, *size, dtype=dtype, channels_last=last)

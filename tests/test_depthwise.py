@@ -42,6 +42,22 @@ CASES = [
     (3, 1, 16, (9, 10, 12), (1, 5, 5), (1, 2, 2), (0, 2, 2), 1),
     (3, 1, 16, (9, 10, 12), (1, 7, 7), 1, (0, 3, 3), (2, 1, 1)),
 ]
+# With dilation: as many passes, some with more outputs than others, or with none.
+DILATED = [
+    (2, 2, 24, (57, 61), 3, 1, 2, 2),
+    (2, 1, 16, (40, 64), 5, 1, 4, 2),
+    (2, 2, 40, (30, 45), 7, 1, 9, 3),
+    (2, 1, 20, (19, 76), 5, 1, 0, (1, 2)),
+    (2, 1, 9, (6, 50), 3, 1, (4, 1), (4, 1)),
+    (2, 1, 4, (10, 11), 3, 1, 7, 3),
+    (2, 2, 8, (5, 6), 3, 1, 1, 3),
+    (3, 1, 16, (9, 17, 33), 3, 1, 2, 2),
+    (3, 1, 6, (10, 12, 14), 5, 1, (2, 4, 4), (1, 2, 2)),
+    (3, 1, 24, (8, 9, 10), 7, 1, (6, 3, 3), (2, 1, 1)),
+    (3, 1, 10, (9, 10, 12), (1, 3, 3), 1, (0, 2, 2), (1, 2, 2)),
+    (3, 2, 5, (5, 6, 7), 3, 1, 0, 2),
+]
+CASES += DILATED
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -137,7 +153,7 @@ def test_depthwise_transposed(case, dtype, last, poisoned):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [CASES[0], CASES[8], CASES[15], CASES[22]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[8], CASES[15], CASES[22], DILATED[0], DILATED[7]], ids=str)
 def test_the_kernels_are_told(case):
     for last in (False, True):
         x, weight, _, *geometry = _operands(case, torch.bfloat16, last)
@@ -150,7 +166,7 @@ def test_the_kernels_are_told(case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [CASES[5], CASES[8], CASES[18], CASES[21]], ids=str)
+@pytest.mark.parametrize("case", [CASES[5], CASES[8], CASES[18], CASES[21], DILATED[1], DILATED[7]], ids=str)
 def test_views(case, dtype, poisoned):
     """Storage offsets that no vector fits, parts of rows and channels, and a weight in channels_last beside a
     contiguous x."""
@@ -195,7 +211,7 @@ def test_wide_weights(poisoned):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("case", [CASES[5], CASES[8], CASES[10], CASES[19], CASES[15]], ids=str)
+@pytest.mark.parametrize("case", [CASES[5], CASES[8], CASES[10], CASES[19], CASES[15], *DILATED[::3]], ids=str)
 def test_nan_and_infinities_stay_where_they_are(case, last, poisoned):
     """A value reaches what its taps meet and nothing else."""
     x, weight, bias, *geometry = _operands(case, torch.float32, last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ UP = {dev.DepthwiseMode.gather1: 1, dev.DepthwiseMode.gather2: 1, dev.DepthwiseM
 STEP = {dev.DepthwiseMode.gather1: 1, dev.DepthwiseMode.gather2: 2, dev.DepthwiseMode.scatter2: 1}
 NEVER = {"no tile fits": False, "2^30": False, "2^28": False, "float64": False}
 REGISTERS = 128  # that a thread may have
+MOST_PHASES = 32
 
 
 def draw_problem(draw, fast: bool = False):
@@ -21,7 +23,8 @@ def draw_problem(draw, fast: bool = False):
     rank, transposed = draw(st.sampled_from([2, 3])), draw(st.booleans())
     if fast or draw(st.booleans()):
         k, s = draw(st.sampled_from([3, 5, 7])), draw(st.sampled_from([1, 2]))
-        kernel, stride, dilation = (k,) * 3, (s,) * 3, (1,) * 3
+        kernel, stride = (k,) * 3, (s,) * 3
+        dilation = (1,) * 3 if s == 2 or draw(st.booleans()) else tuple(draw(st.integers(1, 3)) for _ in range(3))
     else:
         kernel, stride, dilation = (tuple(draw(st.integers(1, most)) for _ in range(3)) for most in (6, 3, 3))
     size = [draw(st.integers(1, 40)), draw(st.integers(1, 200)), draw(st.integers(1, 300))]
@@ -40,6 +43,15 @@ def draw_problem(draw, fast: bool = False):
         c_in, c_in * copies, **case, **more, planar=planar, channels_innermost=not planar and c_in % 8 == 0
     )
     return problem, case, more, c_in, copies, planar, output
+
+
+def phases_of(case, scatter: bool = False):
+    """As many a dim as it is dilated; None where that is refused."""
+    pairs = list(zip(case["kernel"], case["dilation"], strict=True))
+    phases = [d if k > 1 else 1 for k, d in pairs]
+    if any(d > 1 and (s > 1 or scatter) for d, s in zip(phases, case["stride"], strict=True)):
+        return None
+    return phases if math.prod(phases) <= MOST_PHASES else None
 
 
 def check_tile(tile, lanes: int, depth: int, neighbours: int) -> None:
@@ -71,18 +83,20 @@ def test_plan_of_any_shape(data) -> None:
     plan = dev.plan_depthwise(problem, gpu, of_dx)
     kernel, stride, rank_3 = case["kernel"], case["stride"], case["kernel"][0] > 1
     square = kernel[1] == kernel[2] in (3, 5, 7) and stride[1] == stride[2] <= 2
-    dense = all(k == 1 or d == 1 for k, d in zip(kernel, case["dilation"], strict=True))
+    scatter = more["transposed"] != of_dx
+    phases = phases_of(case, scatter and stride != (1, 1, 1))
     if kernel[0] == 1:
         deep = stride[0] == 1 and case["padding"][0] == 0 and (kernel[2] < 7 or stride[2] == 1)
     else:
         deep = kernel[0] == kernel[2] and stride[0] == stride[2]
-    if check_refusal(plan.refusal, {**NEVER, "not depthwise": copies > 1, "7 wide": not (square and dense and deep)}):
+    reasons = {"not depthwise": copies > 1, "dilation": phases is None, "7 wide": not (square and deep)}
+    if check_refusal(plan.refusal, {**NEVER, **reasons}):
         return
+    assert plan.phases == phases
     assert plan.lanes == (1 if planar else dev.DEPTHWISE_LANES)
     assert plan.microseconds > 0
     assert 0 < plan.blocks < 1 << 31
     assert 0 < plan.threads <= dev.DEPTHWISE_THREADS
-    scatter = more["transposed"] != of_dx
     assert plan.volume == rank_3
     mode = plan.mode
     assert (mode == dev.DepthwiseMode.scatter2) == (scatter and stride[2] == 2)
@@ -90,7 +104,8 @@ def test_plan_of_any_shape(data) -> None:
     cell_rows = dev.depthwise_cell_rows(mode, plan.volume)
     cell_columns = dev.depthwise_cell_columns(mode, plan.kernel, plan.volume)
     result = case["size"] if of_dx else output
-    cells = [dev.depthwise_cells(problem, dim, of_dx) for dim in range(3)]
+    cells = [dev.depthwise_cells(problem, phases, 0, dim, of_dx) for dim in range(3)]
+    result = [-(-size // step) for size, step in zip(result, phases, strict=True)]
     for dim, ((count, _, skew), out) in enumerate(zip(cells, result, strict=True)):
         of_dim = 1 if dim == 0 and not plan.volume else up
         assert count * of_dim - skew >= out, "cells do not reach all outputs"
@@ -113,6 +128,7 @@ def test_plan_of_any_shape(data) -> None:
     # Shared memory: inputs, outputs behind them or in their place, weights.
     buffers = 2 if plan.volume else 1
     of_input = plan.input.plane * planes * depth * buffers
+    assert not (plan.direct and phases[2] > 1), "neighbours of a phase are not neighbours in memory"
     staged = 0 if plan.direct or not planar else plan.output.plane * planes * (up if plan.volume else 1) * buffers
     begin = plan.smem_out + staged
     assert plan.smem_weights >= max(of_input, begin)
@@ -153,21 +169,56 @@ def test_cells_and_taps_are_the_convolution(data) -> None:
     stride, padding, kernel = case["stride"][2], case["padding"][2], case["kernel"][2]
     scatter = more["transposed"] != of_dx
     flipped = scatter and stride == 1
-    count, lead, skew = dev.depthwise_cells(problem, 2, of_dx)
+    step = plan.phases[2]
     found = {}
-    for cell, at, up in itertools.product(
-        range(count), range(dev.depthwise_taps(plan.mode, kernel)), range(UP[plan.mode])
-    ):
-        tap, o = dev.depthwise_tap(plan.mode, kernel, at, up), cell * UP[plan.mode] + up - skew
-        i = cell * STEP[plan.mode] - lead + at
-        if tap < kernel and 0 <= o < result[2] and 0 <= i < source[2]:
-            assert found.setdefault((o, i), tap) == tap
-    expected = {}
-    for o, i in itertools.product(range(result[2]), range(source[2])):
-        tap = o + padding - i * stride if scatter else i - o * stride + padding
-        if 0 <= tap < kernel:
-            expected[o, i] = kernel - 1 - tap if flipped else tap
-    assert found == expected
+    for index in range(step):
+        at_last = index * math.prod(plan.phases[:2])
+        ins, outs, _, in_first, out_first = dev.depthwise_phase(problem, plan.phases, at_last, "dx" if of_dx else "y")
+        count, lead, skew = dev.depthwise_cells(problem, plan.phases, at_last, 2, of_dx)
+        for cell, at, up in itertools.product(
+            range(count), range(dev.depthwise_taps(plan.mode, kernel)), range(UP[plan.mode])
+        ):
+            tap, o = dev.depthwise_tap(plan.mode, kernel, at, up), cell * UP[plan.mode] + up - skew
+            i = cell * STEP[plan.mode] - lead + at
+            if tap < kernel and 0 <= o < outs[2] and 0 <= i < ins[2]:
+                place = out_first[2] + step * o, in_first[2] + step * i
+                assert place[0] < result[2]
+                assert place[1] < source[2]
+                assert found.setdefault(place, tap) == tap
+    assert found == reads(result[2], source[2], kernel, stride, padding, case["dilation"][2], scatter, flipped)
+
+
+def reads(outs: int, ins: int, kernel: int, stride: int, padding: int, dilation: int, scatter: bool, flipped: bool):
+    """Which input an output reads along a dim, and by which tap."""
+    found = {}
+    for o, i in itertools.product(range(outs), range(ins)):
+        tap, rest = divmod(o + padding - i * stride if scatter else i - o * stride + padding, dilation)
+        if rest == 0 and 0 <= tap < kernel:
+            found[o, i] = kernel - 1 - tap if flipped else tap
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_phases_of_a_gradient_are_the_convolution(data) -> None:
+    """Along one dim: which positions of dy and x meet in each tap of the weight."""
+    drawn = draw_problem(data.draw, fast=True)
+    if drawn is None:
+        return
+    problem, case, more, *_, output = drawn
+    phases = phases_of(case)
+    if phases is None:
+        return
+    still, moved = (case["size"], output) if more["transposed"] else (output, case["size"])
+    stride, kernel, step = case["stride"][1], case["kernel"][1], phases[1]
+    found = {}
+    for index in range(step):
+        ins, outs, padding, in_first, out_first = dev.depthwise_phase(problem, phases, index * phases[0], "dweight")
+        for o, i in itertools.product(range(outs[1]), range(ins[1])):
+            tap = i - o * stride + padding[1]
+            if 0 <= tap < kernel:
+                found[out_first[1] + step * o, in_first[1] + step * i] = tap
+    assert found == reads(still[1], moved[1], kernel, stride, case["padding"][1], case["dilation"][1], False, False)
 
 
 @settings(max_examples=300, deadline=None)
@@ -182,11 +233,14 @@ def test_wgrad_plan_of_any_shape(data) -> None:
     still = case["size"] if more["transposed"] else output
     kernel = case["kernel"]
     square = kernel[1] == kernel[2] in (3, 5, 7) and case["stride"][1] == case["stride"][2] <= 2
-    dense = case["dilation"][1:] == (1, 1)
-    if check_refusal(plan.refusal, {**NEVER, "not depthwise": copies > 1, "7 wide": not (square and dense)}):
+    phases = phases_of(case)
+    reasons = {"not depthwise": copies > 1, "dilation": phases is None, "7 wide": not square}
+    if check_refusal(plan.refusal, {**NEVER, **reasons}):
         return
+    assert plan.phases == phases
+    still = [-(-size // step) for size, step in zip(still, phases, strict=True)]
     assert plan.weights == c_in * kernel[0] * kernel[1] * kernel[2]
-    assert plan.partial_floats == plan.splits * plan.weights
+    assert plan.partial_floats == math.prod(phases) * plan.splits * plan.weights
     assert 1 <= plan.splits <= 65535
     assert plan.splits <= plan.items
     columns = dev.depthwise_wgrad_columns(plan.kernel, plan.stride, plan.taps)
@@ -254,4 +308,12 @@ def test_choice() -> None:
     assert dev.choose_conv(problem, h200, dev.ConvBackend.kgopt).path == dev.ConvPath.depthwise
     problem, _ = make_problem(96, 96, **IMAGE, n=32, groups=96, planar=True)
     assert dev.choose_conv(problem, h200).path == dev.ConvPath.depthwise
+    for planar, least in ((False, 0), (True, 400)):  # dilated images: of contiguous ones PyTorch's kernels keep most
+        for size in (20, 60, 600):
+            dilated = dict(size=(1, size, size), kernel=(1, 5, 5), padding=(0, 4, 4), dilation=(1, 2, 2))
+            problem, _ = make_problem(
+                16, 16, **dilated, n=8, groups=16, dtype="bfloat16", planar=planar, channels_innermost=not planar
+            )
+            takes = dev.choose_conv(problem, h200).path == dev.ConvPath.depthwise
+            assert takes == (size > least), (planar, size)
     assert dev.choose_conv_gradients(problem, h200, dev.ConvBackend.kgopt).explain() == "dx kgopt; dweight kgopt"

@@ -550,6 +550,7 @@ void bind_conv(py::module_& m) {
   py::class_<DepthwisePlan>(m, "DepthwisePlan", "Fields as in conv3d/depthwise/params.h.")
       .def_property_readonly(
           "refusal", [](const DepthwisePlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_property_readonly("phases", [](const DepthwisePlan& p) { return copied(p.phases); })
       .def_readonly("mode", &DepthwisePlan::mode)
       .def_readonly("kernel", &DepthwisePlan::kernel)
       .def_readonly("volume", &DepthwisePlan::volume)
@@ -574,6 +575,7 @@ void bind_conv(py::module_& m) {
       .def_property_readonly(
           "refusal",
           [](const DepthwiseWgradPlan& p) { return p.refusal ? py::object(py::str(p.refusal)) : py::none(); })
+      .def_property_readonly("phases", [](const DepthwiseWgradPlan& p) { return copied(p.phases); })
       .def_readonly("kernel", &DepthwiseWgradPlan::kernel)
       .def_readonly("stride", &DepthwiseWgradPlan::stride)
       .def_readonly("lanes", &DepthwiseWgradPlan::lanes)
@@ -730,11 +732,27 @@ void bind_conv(py::module_& m) {
   m.def("plan_depthwise_wgrad", &plan_depthwise_wgrad, py::arg("problem"), py::arg("limits") = DeviceLimits{});
   m.def(
       "depthwise_cells",
-      [](const ConvProblem& problem, int dim, bool of_dx) {
-        const DepthwiseCells cells = depthwise_cells(depthwise_pass(problem, of_dx), dim);
+      [](const ConvProblem& problem, const std::array<int, 3>& phases, int index, int dim, bool of_dx) {
+        const int steps[3] = {phases[0], phases[1], phases[2]};
+        const DepthwiseCells cells =
+            depthwise_cells(depthwise_phase(depthwise_pass(problem, of_dx), steps, index).pass, dim);
         return std::make_tuple(cells.cells, cells.lead, cells.skew);
       },
-      py::arg("problem"), py::arg("dim"), py::arg("of_dx") = false, "(cells, lead, skew) of a dim.");
+      py::arg("problem"), py::arg("phases"), py::arg("index"), py::arg("dim"), py::arg("of_dx") = false,
+      "(cells, lead, skew) of a dim of a phase.");
+  m.def(
+      "depthwise_phase",
+      [](const ConvProblem& problem, const std::array<int, 3>& phases, int index, const std::string& what) {
+        const int steps[3] = {phases[0], phases[1], phases[2]};
+        const DepthwisePass whole =
+            what == "dweight" ? depthwise_wgrad_pass(problem) : depthwise_pass(problem, what == "dx");
+        const DepthwisePhase phase = depthwise_phase(whole, steps, index);
+        const auto list = [](const int64_t (&of)[3]) { return std::array<int64_t, 3>{of[0], of[1], of[2]}; };
+        return std::make_tuple(list(phase.pass.in), list(phase.pass.out), list(phase.pass.padding),
+                               list(phase.in_first), list(phase.out_first));
+      },
+      py::arg("problem"), py::arg("phases"), py::arg("index"), py::arg("what"),
+      "(inputs, outputs, padding, first input, first output) of a phase of y, dx or dweight.");
   m.def("depthwise_taps", &depthwise_taps, py::arg("mode"), py::arg("kernel"));
   m.def("depthwise_tap", &depthwise_tap, py::arg("mode"), py::arg("kernel"), py::arg("at"), py::arg("up"));
   m.def("depthwise_cell_rows", &depthwise_cell_rows, py::arg("mode"), py::arg("volume"));

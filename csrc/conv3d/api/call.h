@@ -228,12 +228,24 @@ inline DepthwiseWeight depthwise_weight(const char* op, const Tensor& w, const C
 }
 
 // As the kernels of depthwise convolutions read it well: neighbours in memory are neighbours of the problem's innermost
-// dim.
-inline Tensor depthwise_readable(const Tensor& t, const ConvShape& shape) {
+// dim. `phases`: of the plan.
+inline Tensor depthwise_readable(const Tensor& t, const ConvShape& shape, const int (&phases)[3]) {
   const int innermost = shape.out_channels_last ? 1 : shape.rank + 1;
-  if ((t.stride(innermost) == 1 || t.size(innermost) == 1) && depthwise_reads(depthwise_tensor(t, shape.rank)))
-    return t;
+  const bool is_dense = t.stride(innermost) == 1 || t.size(innermost) == 1;
+  if (is_dense && depthwise_reads(depthwise_tensor(t, shape.rank), phases)) return t;
   return dense_in(t, shape.out_channels_last ? channels_last_format(shape.rank + 2) : MemoryFormat::Contiguous);
+}
+
+// Every phase of a depthwise pass, from x to y, or from dy to dx.
+inline void run_depthwise_phases(const char* op, const ConvProblem& problem, bool of_dx, const DepthwisePlan& plan,
+                                 const Tensor& from, const Tensor& to, const Tensor& weight, const ConvShape& shape,
+                                 const void* bias) {
+  for (int i = 0; i < depthwise_phase_count(plan.phases); ++i) {
+    const DepthwiseParams p =
+        depthwise_params(problem, of_dx, plan, i, depthwise_tensor(from, shape.rank), depthwise_tensor(to, shape.rank),
+                         depthwise_weight(op, weight, shape), bias);
+    if (p.plan.blocks > 0) raise_on_error(op, run_conv_depthwise(p, stream_of(from)));  // else it has no outputs
+  }
 }
 
 // What a caller wants of a convolution's output beside the convolution: act((output + bias + residual) * scale).

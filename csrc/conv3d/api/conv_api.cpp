@@ -96,13 +96,12 @@ Tensor conv_few_channels(const ConvArgs& a, const ConvShape& shape, const FewCha
 }
 
 Tensor conv_depthwise(const ConvArgs& a, const ConvShape& shape, const DepthwisePlan& plan) {
-  const Tensor x = depthwise_readable(a.x, shape);
+  const Tensor x = depthwise_readable(a.x, shape, plan.phases);
   const Tensor bias = a.bias ? dense_in(*a.bias, MemoryFormat::Contiguous) : Tensor();
   const Tensor y = allocate_output(a, shape);
-  const DepthwiseParams p = depthwise_params(
-      problem_of(a, shape, ConvEpilogue::kStore), /*of_dx=*/false, plan, depthwise_tensor(x, a.rank),
-      depthwise_tensor(y, a.rank), depthwise_weight(a.op, a.weight, shape), a.bias ? bias.const_data_ptr() : nullptr);
-  raise_on_error(a.op, run_conv_depthwise(p, stream_of(a.x)));
+  const void* const bias_data = a.bias ? bias.const_data_ptr() : nullptr;
+  run_depthwise_phases(a.op, problem_of(a, shape, ConvEpilogue::kStore), /*of_dx=*/false, plan, x, y, a.weight, shape,
+                       bias_data);
   return y;
 }
 

@@ -276,27 +276,30 @@ Tensor conv_head_wgrad(const char* op, const Tensor& dy, const Tensor& x, const 
 
 Tensor conv_depthwise_dgrad(const char* op, const Tensor& given, const Tensor& x, const Tensor& weight,
                             const ConvProblem& problem, const ConvShape& shape, const DepthwisePlan& plan) {
-  const Tensor dy = depthwise_readable(given, shape);
+  const Tensor dy = depthwise_readable(given, shape, plan.phases);
   const MemoryFormat format = shape.out_channels_last ? channels_last_format(shape.rank + 2) : MemoryFormat::Contiguous;
   const Tensor dx = empty_like_shape(x, sizes_of(x), std::nullopt, format);
-  const DepthwiseParams p =
-      depthwise_params(problem, /*of_dx=*/true, plan, depthwise_tensor(dy, shape.rank),
-                       depthwise_tensor(dx, shape.rank), depthwise_weight(op, weight, shape), nullptr);
-  raise_on_error(op, run_conv_depthwise(p, stream_of(x)));
+  run_depthwise_phases(op, problem, /*of_dx=*/true, plan, dy, dx, weight, shape, nullptr);
   return dense_in(dx, memory_format_of(x));
 }
 
 Tensor conv_depthwise_wgrad(const char* op, const Tensor& given_dy, const Tensor& given_x, const Tensor& weight,
                             const ConvProblem& problem, const ConvShape& shape, const DepthwiseWgradPlan& plan) {
-  const Tensor dy = depthwise_readable(given_dy, shape), x = depthwise_readable(given_x, shape);
+  const Tensor dy = depthwise_readable(given_dy, shape, plan.phases);
+  const Tensor x = depthwise_readable(given_x, shape, plan.phases);
   Workspace workspace(x);
   const int64_t partials = workspace.reserve(plan.partial_floats * 4);
   workspace.allocate();
   const Tensor dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
-  const DepthwiseWgradParams p =
-      depthwise_wgrad_params(problem, plan, depthwise_tensor(x, shape.rank), depthwise_tensor(dy, shape.rank),
-                             depthwise_weight(op, dweight, shape), workspace.at<float>(partials));
-  raise_on_error(op, run_conv_depthwise_wgrad(p, stream_of(x)));
+  const auto of_phase = [&](int index) {
+    return depthwise_wgrad_params(problem, plan, index, depthwise_tensor(x, shape.rank),
+                                  depthwise_tensor(dy, shape.rank), depthwise_weight(op, dweight, shape),
+                                  workspace.at<float>(partials));
+  };
+  for (int i = 0; i < depthwise_phase_count(plan.phases); ++i) {
+    raise_on_error(op, run_conv_depthwise_wgrad(of_phase(i), stream_of(x)));
+  }
+  raise_on_error(op, run_conv_depthwise_sum(of_phase(0), stream_of(x)));
   return dweight;
 }
 
@@ -502,7 +505,8 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
     // Kernels that read both formats: dy as it lies.
     const bool depthwise[2] = {mask[0] && std::holds_alternative<DepthwisePlan>(dx_plan),
                                mask[1] && std::holds_alternative<DepthwiseWgradPlan>(dweight_plan)};
-    if (depthwise[0] || depthwise[1]) dy = depthwise_readable(dy, shape);
+    if (depthwise[0]) dy = depthwise_readable(dy, shape, std::get<DepthwisePlan>(dx_plan).phases);
+    if (depthwise[1]) dy = depthwise_readable(dy, shape, std::get<DepthwiseWgradPlan>(dweight_plan).phases);
     if (depthwise[0]) dx = make_dx(dx_plan);
     if (depthwise[1]) dweight = make_dweight(dweight_plan, false).first;
     const bool own[2] = {

@@ -13,6 +13,16 @@ enum class DepthwiseWork { kForward, kInputGradient, kWeightGradient };
 // Of PyTorch's time: what ours must be predicted to stay below, since both are predictions.
 inline constexpr double kDepthwiseMargin = 0.8;
 
+// Of a dilated convolution in channels_last, for which cuDNN has its slowest kernels. The gradient of x in volumes is
+// no slower than without dilation.
+inline double aten_dilated_microseconds(double million_products, DepthwiseWork work, bool volume, bool half) {
+  if (work == DepthwiseWork::kInputGradient) return 15 + 1.1 * million_products;
+  const bool forward = work == DepthwiseWork::kForward;
+  if (volume) return (forward ? 2.7 : half ? 1.7 : 5) * million_products;
+  if (forward) return half ? 90 + 1.75 * million_products : 80 + 2.6 * million_products;
+  return half ? 60 + 2.2 * million_products : 50 + 6 * million_products;
+}
+
 // PyTorch's microseconds, as fitted to the convolutions of benchmarks/depthwise.py on an H200. Of volumes in
 // channels_last, and of their gradients, far too few: those take up to hundreds of times as long.
 inline double aten_depthwise_microseconds(const ConvProblem& q, DepthwiseWork work) {
@@ -27,9 +37,15 @@ inline double aten_depthwise_microseconds(const ConvProblem& q, DepthwiseWork wo
   const double memory = (in + out) * dtype_size(q.dtype) / depthwise_detail::kBytesPerMicrosecond;
   const bool volume = q.in[0] > 1 || q.out[0] > 1 || q.kernel[0] > 1, half = q.dtype != Dtype::kFloat32;
   const bool of_x = work == DepthwiseWork::kInputGradient, of_weight = work == DepthwiseWork::kWeightGradient;
+  bool dilated = false;
+  for (int i = 0; i < 3; ++i) dilated = dilated || (q.kernel[i] > 1 && q.dilation[i] > 1);
+  if (dilated && !q.planar && !q.transposed && !(volume && of_x)) {
+    return std::max(memory, aten_dilated_microseconds(products, work, volume, half));
+  }
   if (volume || q.transposed) {
     const double us = q.planar ? std::max(13 * results, 0.65 * products) : (half ? 22 : 18) * results + 0.9 * products;
-    return 4 + std::max(us, memory) * (of_weight ? 2 : 1);
+    const double slower = dilated && q.planar && !q.transposed ? (of_x ? 1.5 : 1.25) : 1;
+    return 4 + std::max(us, memory) * (of_weight ? 2 : slower);
   }
   // Images: ATen's own kernels of contiguous tensors, cuDNN's of channels_last.
   if (q.planar) return 4 + std::max(1.5 * memory, 0.62 * products + 4.5 * results) * (of_weight ? 1.6 : 1);

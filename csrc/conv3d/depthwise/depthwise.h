@@ -15,7 +15,8 @@ inline Status run_conv_depthwise(const DepthwiseParams& p, cudaStream_t stream) 
   return p.plan.lanes > 1 ? run_conv_depthwise_innermost(p, stream) : run_conv_depthwise_planar(p, stream);
 }
 
-// The gradient of the weight: partial sums, and their sums.
+// The gradient of the weight: partial sums of each phase, and then, of the first phase's parameters, all sums.
 Status run_conv_depthwise_wgrad(const DepthwiseWgradParams& p, cudaStream_t stream);
+Status run_conv_depthwise_sum(const DepthwiseWgradParams& p, cudaStream_t stream);
 
 }  // namespace kgopt

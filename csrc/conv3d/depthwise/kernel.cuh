@@ -5,6 +5,7 @@
 // current plane reaches.
 #pragma once
 
+#include "common/device/dependent_launch.cuh"
 #include "conv3d/depthwise/tile.cuh"
 
 namespace kgopt {
@@ -472,8 +473,10 @@ template <int kLanes, DepthwiseMode kMode, int kK, bool kVolume>
 __global__ void __launch_bounds__(kDepthwiseThreads, 2)
     conv_depthwise_kernel(const __grid_constant__ DepthwiseParams p) {
   extern __shared__ __align__(16) float depthwise_shared[];
+  let_dependents_start();  // another phase, which touches nothing that this one writes
   DepthwiseKernel<kLanes, kMode, kK, kVolume> kernel;
   kernel.run(p, blockIdx.x, depthwise_shared);
+  wait_for_prerequisites();  // the phases ahead have ended when this one has
 }
 
 }  // namespace kgopt

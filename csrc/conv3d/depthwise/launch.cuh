@@ -31,11 +31,11 @@ Status launch_mode(const DepthwiseParams& p, cudaStream_t stream) {
     const auto blocks = static_cast<unsigned>(plan.blocks);
     if (plan.volume) {
       constexpr auto kKernel = conv_depthwise_kernel<kLanes, kMode, kK, true>;
-      return launch_kernel<kKernel>(kName, p, blocks, plan.threads, plan.smem_bytes, stream);
+      return launch_after<kKernel>(p.early, kName, dim3(blocks), plan.threads, plan.smem_bytes, stream, p);
     }
     if constexpr (kK < 7 || kMode == DepthwiseMode::kGather1) {
       constexpr auto kKernel = conv_depthwise_kernel<kLanes, kMode, kK, false>;
-      return launch_kernel<kKernel>(kName, p, blocks, plan.threads, plan.smem_bytes, stream);
+      return launch_after<kKernel>(p.early, kName, dim3(blocks), plan.threads, plan.smem_bytes, stream, p);
     } else {
       return Status::Unsupported(kName, "no instance for this width of the kernel at stride 2");
     }

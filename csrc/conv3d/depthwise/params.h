@@ -39,6 +39,7 @@ struct DepthwiseTile {
 
 struct DepthwisePlan {
   const char* refusal = nullptr;  // why not, or null
+  int phases[3] = {1, 1, 1};      // of a dilated pass: as many passes of each dim, see depthwise_phase
   DepthwiseMode mode = DepthwiseMode::kGather1;
   int kernel = 3;       // height and width; depth, too, in a volume
   bool volume = false;  // the kernel marches along the depth; else each plane is for itself
@@ -72,13 +73,15 @@ struct DepthwiseParams {
   int channels = 0;  // of y
   int in[3] = {1, 1, 1}, out[3] = {1, 1, 1};
   int cells[3] = {1, 1, 1}, lead[3] = {}, skew[3] = {};  // cell i has outputs i - skew, or 2 i - skew and the next one
+  bool early = false;                                    // a phase behind another one, which it may run beside
   DepthwisePlan plan;
 };
 
-// dweight[channel][tap] = sum over positions of still[position] * moved[position * stride - padding + tap * dilation]:
-// still is dy and moved x, or, of a transposed convolution, the other way round.
+// dweight[channel][tap] = sum over positions of still[position] * moved[position * stride - padding + tap]: still is dy
+// and moved x, or, of a transposed convolution, the other way round.
 struct DepthwiseWgradPlan {
   const char* refusal = nullptr;
+  int phases[3] = {1, 1, 1};   // each leaves `splits` partial sums
   int kernel = 3, stride = 1;  // height and width
   int lanes = 1;
   int threads = 0;
@@ -93,7 +96,7 @@ struct DepthwiseWgradPlan {
   DepthwiseTile moved, still;
   int smem_still = 0, smem_bytes = 0;
   int64_t weights = 0;         // elements of dweight
-  int64_t partial_floats = 0;  // [splits][weights]
+  int64_t partial_floats = 0;  // [phases][splits][weights]
   double microseconds = 0;
 };
 
@@ -110,7 +113,8 @@ struct DepthwiseWgradParams {
   int64_t n = 0;
   int channels = 0;
   int size[3] = {1, 1, 1}, moved_size[3] = {1, 1, 1};  // of still, of moved
-  int kernel[3] = {1, 1, 1}, stride[3] = {1, 1, 1}, padding[3] = {}, dilation[3] = {1, 1, 1};
+  int kernel[3] = {1, 1, 1}, stride[3] = {1, 1, 1}, padding[3] = {};
+  bool early = false;
   DepthwiseWgradPlan plan;
 };
 

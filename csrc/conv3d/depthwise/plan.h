@@ -11,15 +11,47 @@
 
 namespace kgopt {
 
-// One pass over a tensor: a convolution, a transposed one, or the gradient of x of either.
+// One pass over a tensor: a convolution, a transposed one, or the gradient of x of either; of a weight's gradient the
+// positions that meet each other.
 struct DepthwisePass {
   int64_t n = 0, channels = 0;
   bool scatter = false, flipped = false;  // flipped: taps are read from the last one on
   int64_t in[3] = {1, 1, 1}, out[3] = {1, 1, 1}, kernel[3] = {1, 1, 1}, stride[3] = {1, 1, 1}, padding[3] = {},
           dilation[3] = {1, 1, 1};
+  int apart[3] = {1, 1, 1};  // positions of the tensors from one of the pass to the next
   Dtype dtype = Dtype::kFloat32;
   bool planar = false;
 };
+
+// Outputs of a dilated pass at stride 1 that are `dilation` apart read inputs that are as far apart. So it is that many
+// passes of each dim without dilation, over tensors that lie between each other.
+struct DepthwisePhase {
+  DepthwisePass pass;
+  int64_t in_first[3] = {}, out_first[3] = {};  // position 0 of the phase's tensors
+};
+
+inline int depthwise_phase_count(const int (&phases)[3]) { return phases[0] * phases[1] * phases[2]; }
+
+// The first phase has the most outputs of all; one that has none has an empty output.
+inline DepthwisePhase depthwise_phase(const DepthwisePass& whole, const int (&phases)[3], int index) {
+  DepthwisePhase phase;
+  phase.pass = whole;
+  for (int i = 0; i < 3; ++i) {
+    const int64_t step = phases[i], first = index % step;
+    index /= static_cast<int>(step);
+    if (step == 1) continue;
+    const int64_t in_first = ((first - whole.padding[i]) % step + step) % step;
+    const auto part = [&](int64_t size, int64_t from) { return std::max<int64_t>(0, (size - from + step - 1) / step); };
+    phase.out_first[i] = first;
+    phase.in_first[i] = in_first;
+    phase.pass.out[i] = part(whole.out[i], first);
+    phase.pass.in[i] = part(whole.in[i], in_first);
+    phase.pass.padding[i] = (whole.padding[i] - first + in_first) / step;
+    phase.pass.dilation[i] = 1;
+    phase.pass.apart[i] = static_cast<int>(step);
+  }
+  return phase;
+}
 
 // A group has one input channel and one output channel.
 inline bool is_depthwise(const ConvProblem& q) { return q.groups > 1 && q.groups == q.c_in && q.c_out == q.c_in; }
@@ -51,9 +83,11 @@ inline DepthwisePass depthwise_pass(const ConvProblem& q, bool of_dx) {
 
 inline constexpr char kDepthwiseKernels[] =
     "kernels that are not 3, 5 or 7 wide, as high, and in volumes as deep or one plane, at stride 1 or 2";
+inline constexpr char kDepthwiseDilation[] = "a dilation beside a stride, or of more than 32 phases";
 
 namespace depthwise_detail {
 
+inline constexpr int kMostPhases = 32;          // each is a launch
 inline constexpr int kSmemOfBlock = 72 * 1024;  // three blocks a multiprocessor
 inline constexpr int64_t kMostBlocks = (int64_t(1) << 31) - 1;
 inline constexpr int kMostItems = 1 << 15;             // of a tile: divisors are exact below 2^16
@@ -123,14 +157,36 @@ inline double unmodelled(const DepthwisePlan& plan) {
 inline double unmodelled(const DepthwiseWgradPlan& plan, bool volume) {
   return volume || plan.lanes > 1 ? 2.8 : plan.moved.planes > 1 ? 5 : 2.5;
 }
+// And beyond that, of phases, which overlap, but copy planar rows by elements.
+inline double unmodelled_phase(const DepthwisePlan& plan) {
+  if (!plan.volume) return 1;
+  return plan.lanes == 1 ? (plan.kernel == 3 ? 2.4 : 1.1) : plan.kernel == 7 ? 1.9 : 1.1;
+}
+inline double unmodelled_phase(const DepthwiseWgradPlan& plan, bool volume) {
+  return volume && plan.lanes > 1 && plan.kernel == 5 ? 2.1 : 1.3;
+}
+
+// The phases of a pass at stride 1 in every dim that is dilated, and few enough; whether there are such.
+inline bool set_phases(const DepthwisePass& s, int (&phases)[3]) {
+  int64_t count = 1;
+  for (int i = 0; i < 3; ++i) {
+    const int64_t step = s.kernel[i] > 1 ? s.dilation[i] : 1;
+    if (step > 1 && (s.stride[i] != 1 || s.scatter)) return false;
+    if ((count *= step) > kMostPhases) return false;
+    phases[i] = static_cast<int>(step);
+  }
+  return true;
+}
+
+// Elements of memory that a pass moves for each of its own: rows of which it wants every so many come in sectors.
+inline double spread_of(const DepthwisePass& s) {
+  return s.planar ? std::min(s.apart[2], 32 / static_cast<int>(dtype_size(s.dtype))) : 1;
+}
 
 inline bool is_fast_kernel(const DepthwisePass& s) {
   const int64_t k = s.kernel[2];
   if ((k != 3 && k != 5 && k != 7) || s.kernel[1] != k) return false;
   if (s.stride[1] != s.stride[2] || s.stride[2] > 2) return false;
-  for (int i = 0; i < 3; ++i) {
-    if (s.kernel[i] > 1 && s.dilation[i] != 1) return false;
-  }
   const bool volume = s.kernel[0] == k && s.stride[0] == s.stride[2];
   // Images do not stride kernels 7 wide, volumes do.
   const bool planes = s.kernel[0] == 1 && s.stride[0] == 1 && s.padding[0] == 0 && (k < 7 || s.stride[2] == 1);
@@ -150,8 +206,34 @@ inline DepthwiseCells depthwise_cells(const DepthwisePass& s, int dim) {
   return {last - first + 1, (s.kernel[dim] - 1) / 2 - first, s.padding[dim] % 2};
 }
 
+// Tiles that cover the outputs of a pass.
+inline void cover(DepthwisePlan* plan, const DepthwisePass& s) {
+  using depthwise_detail::up_to;
+  plan->tiles[0] = up_to(depthwise_cells(s, 1).cells, plan->rows * depthwise_cell_rows(plan->mode, plan->volume));
+  plan->tiles[1] =
+      up_to(depthwise_cells(s, 2).cells, plan->groups * depthwise_cell_columns(plan->mode, plan->kernel, plan->volume));
+  plan->segments = up_to(depthwise_cells(s, 0).cells, plan->segment);
+  plan->blocks = s.n * plan->channel_blocks * plan->tiles[0] * plan->tiles[1] * plan->segments;
+}
+inline void cover(DepthwiseWgradPlan* plan, const DepthwisePass& s) {
+  using depthwise_detail::up_to;
+  const int columns = depthwise_wgrad_columns(plan->kernel, plan->stride, plan->taps);
+  plan->tiles[0] = up_to(s.out[1], plan->rows);
+  plan->tiles[1] = up_to(s.out[2], plan->groups * columns);
+  plan->segments = up_to(s.out[0], plan->segment);
+  plan->items = s.n * plan->segments * plan->tiles[0] * plan->tiles[1];
+}
+
 inline DepthwisePlan plan_depthwise_pass(const DepthwisePass& s, const DeviceLimits& limits) {
   using namespace depthwise_detail;
+  int phases[3];
+  if (!set_phases(s, phases)) return refused<DepthwisePlan>(kDepthwiseDilation);
+  if (const int count = depthwise_phase_count(phases); count > 1) {
+    DepthwisePlan plan = plan_depthwise_pass(depthwise_phase(s, phases, 0).pass, limits);
+    std::copy(phases, phases + 3, plan.phases);
+    plan.microseconds *= count * unmodelled_phase(plan);
+    return plan;
+  }
   DepthwisePlan best;
   double best_cycles = 0;
   best.lanes = s.planar ? 1 : kDepthwiseLanes;
@@ -161,7 +243,7 @@ inline DepthwisePlan plan_depthwise_pass(const DepthwisePass& s, const DeviceLim
     outputs *= double(s.out[i]);
     inputs *= double(s.in[i]);
   }
-  const double memory = (outputs + inputs) * size / kBytesPerMicrosecond;
+  const double memory = (outputs + inputs) * size * spread_of(s) / kBytesPerMicrosecond;
   if (!is_fast_kernel(s)) {
     best.refusal = kDepthwiseKernels;
     return best;
@@ -172,7 +254,7 @@ inline DepthwisePlan plan_depthwise_pass(const DepthwisePass& s, const DeviceLim
   plan.mode = s.scatter          ? DepthwiseMode::kScatter2
               : s.stride[2] == 2 ? DepthwiseMode::kGather2
                                  : DepthwiseMode::kGather1;
-  plan.direct = lanes == 1 && plan.mode == DepthwiseMode::kGather1 && s.out[2] % (16 / size) == 0;
+  plan.direct = lanes == 1 && plan.mode == DepthwiseMode::kGather1 && s.out[2] % (16 / size) == 0 && s.apart[2] == 1;
   const int up = depthwise_up(plan.mode), step = depthwise_stride(plan.mode);
   const int at = depthwise_taps(plan.mode, plan.kernel);
   const int cell_rows = depthwise_cell_rows(plan.mode, plan.volume);
@@ -193,8 +275,9 @@ inline DepthwisePlan plan_depthwise_pass(const DepthwisePass& s, const DeviceLim
   const double of_thread = fma + window_loads + (kept ? 0 : weight_loads) + moves + 30;
   const double shared = window_loads + (kept ? 0 : lanes == 1 ? weight_loads : weights);
 
-  const int piece_in = piece_of(lanes > 1 ? s.channels : s.in[2], size);
-  const int piece_out = piece_of(lanes > 1 ? s.channels : s.out[2], size);
+  const bool whole_rows = lanes > 1 || s.apart[2] == 1;
+  const int piece_in = whole_rows ? piece_of(lanes > 1 ? s.channels : s.in[2], size) : 1;
+  const int piece_out = whole_rows ? piece_of(lanes > 1 ? s.channels : s.out[2], size) : 1;
   const int most_groups = static_cast<int>(std::min<int64_t>((cells_w + cell_columns - 1) / cell_columns, 32));
   const int64_t row_threads = (cells_h + cell_rows - 1) / cell_rows;
   for (int rows = 1; rows <= 32 && rows < row_threads * 2; rows += rows < 8 ? 1 : rows < 16 ? 2 : 4) {
@@ -276,8 +359,8 @@ inline const char* depthwise_refusal(const ConvProblem& q) {
     const int64_t reach = 2 * q.kernel[i] * q.dilation[i] + std::abs(q.padding[i]);
     if ((std::max(q.in[i], q.out[i]) + 1) * q.stride[i] + reach >= int64_t(1) << 30) return "a size of 2^30";
   }
-  // Bytes of a row, too.
-  const int64_t width = std::max(q.in[2], q.out[2]);
+  // Bytes from one row of a phase to the next, too.
+  const int64_t width = std::max(q.in[2], q.out[2]) * q.dilation[1];
   if (q.c_out >= int64_t(1) << 30 || (q.planar ? 1 : q.c_out) * width >= int64_t(1) << 28) {
     return "rows of 2^28 elements";
   }
@@ -289,39 +372,64 @@ inline DepthwisePlan plan_depthwise(const ConvProblem& q, const DeviceLimits& li
   return plan_depthwise_pass(depthwise_pass(q, of_dx), limits);
 }
 
-// The gradient of the weight.
-inline DepthwiseWgradPlan plan_depthwise_wgrad(const ConvProblem& q, const DeviceLimits& limits) {
+// The positions that meet each other in the gradient of the weight: those of `still` as outputs, of `moved` as inputs.
+inline DepthwisePass depthwise_wgrad_pass(const ConvProblem& q) {
+  DepthwisePass s;
+  s.n = q.n;
+  s.channels = q.c_out;
+  for (int i = 0; i < 3; ++i) {
+    s.in[i] = q.transposed ? q.out[i] : q.in[i];
+    s.out[i] = q.transposed ? q.in[i] : q.out[i];
+    s.kernel[i] = q.kernel[i];
+    s.stride[i] = q.stride[i];
+    s.padding[i] = q.padding[i];
+    s.dilation[i] = q.dilation[i];
+  }
+  s.dtype = q.dtype;
+  s.planar = q.planar;
+  return s;
+}
+
+inline DepthwiseWgradPlan plan_depthwise_wgrad_pass(const DepthwisePass& s, const DeviceLimits& limits) {
   using namespace depthwise_detail;
-  const auto refuse = refused<DepthwiseWgradPlan>;
-  if (const char* refusal = depthwise_refusal(q)) return refuse(refusal);
-  const int64_t* const still = q.transposed ? q.in : q.out;
-  const int64_t* const moved = q.transposed ? q.out : q.in;
-  const int size = dtype_size(q.dtype), lanes = q.planar ? 1 : kDepthwiseLanes;
+  int phases[3];
+  if (!set_phases(s, phases)) return refused<DepthwiseWgradPlan>(kDepthwiseDilation);
+  if (const int count = depthwise_phase_count(phases); count > 1) {
+    DepthwiseWgradPlan plan = plan_depthwise_wgrad_pass(depthwise_phase(s, phases, 0).pass, limits);
+    std::copy(phases, phases + 3, plan.phases);
+    plan.partial_floats *= count;
+    plan.microseconds *= count * unmodelled_phase(plan, s.kernel[0] > 1);
+    return plan;
+  }
+  const auto& still = s.out;
+  const auto& moved = s.in;
+  const int size = dtype_size(s.dtype), lanes = s.planar ? 1 : kDepthwiseLanes;
   DepthwiseWgradPlan best;
   double best_cycles = 0;
   best.lanes = lanes;
-  best.weights = q.c_out * q.kernel[0] * q.kernel[1] * q.kernel[2];
-  best.depth = static_cast<int>(q.kernel[0]);
-  double of_still = double(q.n) * q.c_out, of_moved = of_still;
+  best.weights = s.channels * s.kernel[0] * s.kernel[1] * s.kernel[2];
+  best.depth = static_cast<int>(s.kernel[0]);
+  double of_still = double(s.n) * s.channels, of_moved = of_still;
   for (int i = 0; i < 3; ++i) {
     of_still *= double(still[i]);
     of_moved *= double(moved[i]);
   }
-  const double memory = (of_still + of_moved) * size / kBytesPerMicrosecond;
-  const int k = static_cast<int>(q.kernel[2]), stride = static_cast<int>(q.stride[2]);
-  const bool fast = (k == 3 || k == 5 || k == 7) && q.kernel[1] == k && stride <= 2 && q.stride[1] == stride &&
-                    q.dilation[1] == 1 && q.dilation[2] == 1 && q.kernel[0] <= 64;
-  if (!fast) return refuse(kDepthwiseKernels);
+  const double memory = (of_still + of_moved) * size * spread_of(s) / kBytesPerMicrosecond;
+  const int k = static_cast<int>(s.kernel[2]), stride = static_cast<int>(s.stride[2]);
+  const bool fast =
+      (k == 3 || k == 5 || k == 7) && s.kernel[1] == k && stride <= 2 && s.stride[1] == stride && s.kernel[0] <= 64;
+  if (!fast) return refused<DepthwiseWgradPlan>(kDepthwiseKernels);
   DepthwiseWgradPlan plan = best;
   plan.kernel = k;
   plan.stride = stride;
-  const bool march = q.kernel[0] == k && q.stride[0] == stride && q.dilation[0] == 1;
+  const bool march = s.kernel[0] == k && s.stride[0] == stride;
   plan.taps = march ? depthwise_wgrad_taps(k, stride) : 1;
   if (plan.taps > 1) plan.depth = depthwise_wgrad_blocks(k, stride, plan.taps);
   const int columns = depthwise_wgrad_columns(k, stride, plan.taps), window = (columns - 1) * stride + k;
   const double of_thread = (plan.taps * (k * k + 1) + 1) * columns + k * window + 30, shared = k * window + columns;
-  const int piece_moved = piece_of(lanes > 1 ? q.c_out : moved[2], size);
-  const int piece_still = piece_of(lanes > 1 ? q.c_out : still[2], size);
+  const bool whole_rows = lanes > 1 || s.apart[2] == 1;
+  const int piece_moved = whole_rows ? piece_of(lanes > 1 ? s.channels : moved[2], size) : 1;
+  const int piece_still = whole_rows ? piece_of(lanes > 1 ? s.channels : still[2], size) : 1;
   const int most_groups = static_cast<int>(std::min<int64_t>((still[2] + columns - 1) / columns, 32));
   for (int rows = 1; rows <= 32 && rows < still[1] * 2; rows += rows < 8 ? 1 : rows < 16 ? 2 : 4) {
     if (rows > still[1]) rows = static_cast<int>(still[1]);
@@ -331,7 +439,7 @@ inline DepthwiseWgradPlan plan_depthwise_wgrad(const ConvProblem& q, const Devic
       plan.tiles[0] = up_to(still[1], rows);
       plan.tiles[1] = up_to(still[2], groups * columns);
       const bool whole = plan.tiles[0] == 1 && plan.tiles[1] == 1 && lanes == 1;
-      int planes = whole ? static_cast<int>(std::min<int64_t>(kDepthwiseThreads / (rows * groups), q.c_out)) : 1;
+      int planes = whole ? static_cast<int>(std::min<int64_t>(kDepthwiseThreads / (rows * groups), s.channels)) : 1;
       for (; planes >= 1; planes = planes > 8 ? planes * 3 / 4 : planes - 1) {
         plan.threads = up_to(rows * groups * planes * lanes, 32) * 32;
         plan.moved = make_tile((rows - 1) * stride + k, (groups * columns - 1) * stride + k, stride, rows, planes, 1,
@@ -346,11 +454,11 @@ inline DepthwiseWgradPlan plan_depthwise_wgrad(const ConvProblem& q, const Devic
         }
       }
       if (planes < 1) continue;
-      plan.channel_blocks = up_to(q.c_out, lanes > 1 ? lanes : planes);
+      plan.channel_blocks = up_to(s.channels, lanes > 1 ? lanes : planes);
       // Long enough that planes at the ends, which are read twice, are few; short enough for many blocks.
       plan.segment = plan.taps > 1 ? static_cast<int>(std::min<int64_t>(still[0], 16)) : 1;
       plan.segments = up_to(still[0], plan.segment);
-      const double items = double(q.n) * plan.segments * plan.tiles[0] * plan.tiles[1];
+      const double items = double(s.n) * plan.segments * plan.tiles[0] * plan.tiles[1];
       if (items >= double(kMostBlocks)) continue;
       plan.items = static_cast<int64_t>(items);
       const double warps = plan.threads / 32.0;
@@ -381,8 +489,13 @@ inline DepthwiseWgradPlan plan_depthwise_wgrad(const ConvProblem& q, const Devic
     if (rows == still[1]) break;
   }
   if (best.items == 0) best.refusal = "no tile fits, or it has too many";
-  best.microseconds = 6 + std::max(memory, unmodelled(best, q.kernel[0] > 1) * best_cycles / kClock);
+  best.microseconds = 6 + std::max(memory, unmodelled(best, s.kernel[0] > 1) * best_cycles / kClock);
   return best;
+}
+
+inline DepthwiseWgradPlan plan_depthwise_wgrad(const ConvProblem& q, const DeviceLimits& limits) {
+  if (const char* refusal = depthwise_refusal(q)) return refused<DepthwiseWgradPlan>(refusal);
+  return plan_depthwise_wgrad_pass(depthwise_wgrad_pass(q), limits);
 }
 
 }  // namespace kgopt

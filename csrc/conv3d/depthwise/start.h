@@ -35,19 +35,34 @@ inline int depthwise_log2(const DepthwiseTensor& t, int64_t n, int64_t channels,
   return log2;
 }
 
-// Whether kernels can read it as it lies: rows are less than 2^31 bytes apart.
-inline bool depthwise_reads(const DepthwiseTensor& t) {
+// Whether kernels can read it as it lies: rows of a phase are less than 2^31 bytes apart.
+inline bool depthwise_reads(const DepthwiseTensor& t, const int (&phases)[3]) {
   const auto is_near = [](int64_t stride) { return stride > -(int64_t(1) << 28) && stride < int64_t(1) << 28; };
-  return is_near(t.stride[1]) && is_near(t.stride[2]);
+  return is_near(t.stride[1] * phases[1]) && is_near(t.stride[2] * phases[2]);
 }
 
-// The pass `of_dx` or the convolution: from x to y, or from dy to dx.
-inline DepthwiseParams depthwise_params(const ConvProblem& q, bool of_dx, const DepthwisePlan& plan,
-                                        const DepthwiseTensor& x, const DepthwiseTensor& y,
+// The part of a tensor that a phase has.
+inline DepthwiseTensor part_of(DepthwiseTensor t, const DepthwisePass& s, const int64_t (&first)[3]) {
+  int64_t offset = 0;
+  for (int i = 0; i < 3; ++i) {
+    offset += first[i] * t.stride[i];
+    t.stride[i] *= s.apart[i];
+  }
+  t.data = static_cast<char*>(t.data) + offset * dtype_size(s.dtype);
+  return t;
+}
+
+// A phase of the pass `of_dx` or the convolution: from x to y, or from dy to dx.
+inline DepthwiseParams depthwise_params(const ConvProblem& q, bool of_dx, const DepthwisePlan& plan, int index,
+                                        const DepthwiseTensor& whole_x, const DepthwiseTensor& whole_y,
                                         const DepthwiseWeight& weight, const void* bias) {
-  const DepthwisePass s = depthwise_pass(q, of_dx);
+  const DepthwisePhase phase = depthwise_phase(depthwise_pass(q, of_dx), plan.phases, index);
+  const DepthwisePass& s = phase.pass;
+  const DepthwiseTensor x = part_of(whole_x, s, phase.in_first), y = part_of(whole_y, s, phase.out_first);
   DepthwiseParams p;
   p.plan = plan;
+  cover(&p.plan, s);
+  p.early = index > 0;
   p.x = x.data;
   p.x_stride_n = x.stride_n;
   p.x_stride_c = x.stride_c;
@@ -79,12 +94,17 @@ inline DepthwiseParams depthwise_params(const ConvProblem& q, bool of_dx, const 
   return p;
 }
 
-inline DepthwiseWgradParams depthwise_wgrad_params(const ConvProblem& q, const DepthwiseWgradPlan& plan,
+inline DepthwiseWgradParams depthwise_wgrad_params(const ConvProblem& q, const DepthwiseWgradPlan& plan, int index,
                                                    const DepthwiseTensor& x, const DepthwiseTensor& dy,
                                                    const DepthwiseWeight& dw, float* partials) {
+  const DepthwisePhase phase = depthwise_phase(depthwise_wgrad_pass(q), plan.phases, index);
+  const DepthwisePass& s = phase.pass;
+  const DepthwiseTensor still = part_of(q.transposed ? x : dy, s, phase.out_first);
+  const DepthwiseTensor moved = part_of(q.transposed ? dy : x, s, phase.in_first);
   DepthwiseWgradParams p;
-  const DepthwiseTensor &still = q.transposed ? x : dy, &moved = q.transposed ? dy : x;
   p.plan = plan;
+  cover(&p.plan, s);
+  p.early = index > 0;
   p.still = still.data;
   p.still_stride_n = still.stride_n;
   p.still_stride_c = still.stride_c;
@@ -93,26 +113,23 @@ inline DepthwiseWgradParams depthwise_wgrad_params(const ConvProblem& q, const D
   p.moved_stride_c = moved.stride_c;
   p.dw = dw.data;
   p.dw_stride_c = dw.stride_c;
-  p.partials = partials;
-  p.dtype = q.dtype;
+  p.partials = partials + index * plan.splits * plan.weights;
+  p.dtype = s.dtype;
   p.dw_dtype = dw.dtype;
-  p.n = q.n;
-  p.channels = static_cast<int>(q.c_out);
+  p.n = s.n;
+  p.channels = static_cast<int>(s.channels);
   for (int i = 0; i < 3; ++i) {
     p.still_stride[i] = still.stride[i];
     p.moved_stride[i] = moved.stride[i];
     p.dw_stride_k[i] = dw.stride_k[i];
-    p.size[i] = static_cast<int>(q.transposed ? q.in[i] : q.out[i]);
-    p.moved_size[i] = static_cast<int>(q.transposed ? q.out[i] : q.in[i]);
-    p.kernel[i] = static_cast<int>(q.kernel[i]);
-    p.stride[i] = static_cast<int>(q.stride[i]);
-    p.padding[i] = static_cast<int>(q.padding[i]);
-    p.dilation[i] = static_cast<int>(q.dilation[i]);
+    p.size[i] = static_cast<int>(s.out[i]);
+    p.moved_size[i] = static_cast<int>(s.in[i]);
+    p.kernel[i] = static_cast<int>(s.kernel[i]);
+    p.stride[i] = static_cast<int>(s.stride[i]);
+    p.padding[i] = static_cast<int>(s.padding[i]);
   }
-  const auto& of_still = q.transposed ? q.in : q.out;
-  const auto& of_moved = q.transposed ? q.out : q.in;
-  p.still_log2 = depthwise_log2(still, q.n, q.c_out, of_still, plan.lanes, q.dtype);
-  p.moved_log2 = depthwise_log2(moved, q.n, q.c_out, of_moved, plan.lanes, q.dtype);
+  p.still_log2 = depthwise_log2(still, s.n, s.channels, s.out, plan.lanes, s.dtype);
+  p.moved_log2 = depthwise_log2(moved, s.n, s.channels, s.in, plan.lanes, s.dtype);
   return p;
 }
 

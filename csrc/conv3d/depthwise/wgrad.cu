@@ -17,10 +17,10 @@ Status launch_width(const DepthwiseWgradParams& p, cudaStream_t stream) {
   constexpr int kTaps = depthwise_wgrad_taps(kK, kStride);
   if (kTaps > 1 && p.plan.taps > 1) {
     constexpr auto kMarch = conv_depthwise_wgrad_kernel<kLanes, kStride, kK, kTaps>;
-    return launch_kernel<kMarch>(kName, p, grid, p.plan.threads, p.plan.smem_bytes, stream);
+    return launch_after<kMarch>(p.early, kName, grid, p.plan.threads, p.plan.smem_bytes, stream, p);
   }
   constexpr auto kKernel = conv_depthwise_wgrad_kernel<kLanes, kStride, kK, 1>;
-  return launch_kernel<kKernel>(kName, p, grid, p.plan.threads, p.plan.smem_bytes, stream);
+  return launch_after<kKernel>(p.early, kName, grid, p.plan.threads, p.plan.smem_bytes, stream, p);
 }
 
 template <int kLanes, int kStride>
@@ -41,8 +41,10 @@ Status launch_format(const DepthwiseWgradParams& p, cudaStream_t stream) {
 }  // namespace
 
 Status run_conv_depthwise_wgrad(const DepthwiseWgradParams& p, cudaStream_t stream) {
-  const Status status = p.plan.lanes > 1 ? launch_format<kDepthwiseLanes>(p, stream) : launch_format<1>(p, stream);
-  if (!status.ok()) return status;
+  return p.plan.lanes > 1 ? launch_format<kDepthwiseLanes>(p, stream) : launch_format<1>(p, stream);
+}
+
+Status run_conv_depthwise_sum(const DepthwiseWgradParams& p, cudaStream_t stream) {
   constexpr int kWarps = kDepthwiseThreads / 32;
   const unsigned blocks = static_cast<unsigned>((p.plan.weights + kWarps - 1) / kWarps);
   return launch_after<conv_depthwise_sum_kernel>(true, "conv_depthwise_sum_kernel", blocks, kDepthwiseThreads, stream,

@@ -69,7 +69,7 @@ struct DepthwiseWgrad {
       const int first = segment * plan.segment, behind = min(first + plan.segment, p.size[0]);
       for (int d = first; d < behind + kTaps - 1; ++d) {
         of_still.depth = d;
-        of_moved.depth = d * p.stride[0] - p.padding[0] + kd * p.dilation[0];
+        of_moved.depth = d * p.stride[0] - p.padding[0] + kd;
         const bool reached = of_moved.depth >= 0 && of_moved.depth < p.moved_size[0];
         if (kTaps == 1 && !reached) continue;
         __syncthreads();
@@ -137,7 +137,9 @@ template <int kLanes, int kStride, int kK, int kTaps>
 __global__ void __launch_bounds__(kDepthwiseThreads, 2)
     conv_depthwise_wgrad_kernel(const __grid_constant__ DepthwiseWgradParams p) {
   extern __shared__ __align__(16) float depthwise_shared[];
+  let_dependents_start();  // another phase, whose partial sums are its own, or the sum, which waits
   DepthwiseWgrad<kLanes, kStride, kK, kTaps>::run(p, depthwise_shared);
+  wait_for_prerequisites();  // the phases ahead have ended when this one has
 }
 
 // A warp a weight, in a fixed order.
@@ -148,8 +150,9 @@ __global__ void __launch_bounds__(kDepthwiseThreads)
   wait_for_prerequisites();
   let_dependents_start();
   if (i >= p.plan.weights) return;
+  const int splits = p.plan.splits * p.plan.phases[0] * p.plan.phases[1] * p.plan.phases[2];
   float sum = 0.f;
-  for (int split = lane; split < p.plan.splits; split += 32) sum += p.partials[int64_t(split) * p.plan.weights + i];
+  for (int split = lane; split < splits; split += 32) sum += p.partials[int64_t(split) * p.plan.weights + i];
   sum = warp_sum(sum);
   if (lane != 0) return;
   const int taps = p.kernel[0] * p.kernel[1] * p.kernel[2], tap = static_cast<int>(i % taps);
