@@ -101,8 +101,16 @@ def _method(function: types.FunctionType, role: Callable[[Path], Role | None]) -
     return Method(inside, role, parse(inside, decorated=inside is not function))
 
 
-def _rewrite(method: Method, gives: bool = False) -> Found:
-    """Puts all sites into a method's tree; what it holds. ``gives``: it may return a value for later."""
+def _rewrite(method: Method, gives: bool = False) -> list[Found]:
+    """Puts all sites into a method's tree; what it holds, and what the functions do that it defines for itself, to
+    checkpoint them, say. ``gives``: it may return a value for later.
+    """
+    inside: list[Found] = []
+    for tree in (s for s in method.tree.body if isinstance(s, ast.FunctionDef)):
+        inner = method.inner(tree)
+        if inner is not None:
+            inside += _rewrite(inner)
+            tree.body = inner.tree.body
     sink(method, method.tree.body)
     found = Chains(method).run()
     Heads(method).run()
@@ -116,18 +124,7 @@ def _rewrite(method: Method, gives: bool = False) -> Found:
         found.chains.setdefault(path, []).append(chain)
     keep_formats(method)
     found.calls_norms = replace_norm_calls(method)
-    return found
-
-
-def _rewrite_inner(method: Method) -> list[Found]:
-    """The same of the functions that a method defines for itself, to checkpoint them, say."""
-    found: list[Found] = []
-    for tree in (s for s in method.tree.body if isinstance(s, ast.FunctionDef)):
-        inner = method.inner(tree)
-        if inner is not None:
-            found.append(_rewrite(inner))
-            tree.body = inner.tree.body
-    return found
+    return [*inside, found]
 
 
 def _giving(name: str, method: Method, role: Callable[[Path], Role | None]) -> Method | None:
@@ -137,7 +134,6 @@ def _giving(name: str, method: Method, role: Callable[[Path], Role | None]) -> M
     if name != "forward" or not (has_norm or method.may_give):
         return None
     other = Method(method.code, role, parse(method.code))
-    _rewrite_inner(other)
     _rewrite(other, gives=True)
     if other.gives_more and (other.may_give or other.gives):
         return None  # now this, now that
@@ -150,7 +146,7 @@ def _inherit(method: Method, cls: type) -> list[Found]:
     for call, function in inherited_calls(method, cls):
         try:
             inner = Method(function, method.role_of, parse(function))
-            inside = [_rewrite(inner), *_inherit(inner, cls)]
+            inside = [*_rewrite(inner), *_inherit(inner, cls)]
         except CannotRewriteError:
             continue
         method.used_roles |= inner.used_roles
@@ -232,7 +228,7 @@ def _analyze(module: nn.Module, cls: type, role: Callable[[Path], Role | None]) 
         try:
             method = _method(function, role)
             called |= _called(method, mentioned)
-            in_methods = [*_rewrite_inner(method), _rewrite(method), *_inherit(method, cls)]
+            in_methods = [*_rewrite(method), *_inherit(method, cls)]
         except CannotRewriteError as error:
             refused.update(dict.fromkeys(mentioned, f"{cls.__name__}.{name} {error}"))
             continue
@@ -258,7 +254,6 @@ def rewritten_methods(cls: type, recipe: dict[str, Roles], stand: Stand) -> dict
             continue
         try:
             method = _method(function, lambda path, roles=roles: roles.get(text_of(path)))  # type: ignore[misc]
-            _rewrite_inner(method)
             _rewrite(method)
             _inherit(method, cls)
             giving = None if undecorated(function) is not function else _giving(name, method, method.role_of)
