@@ -243,8 +243,7 @@ class Site:
         """
         x, norm = operands[-1], operands[self.norm_at]
         call = None if _is_compiling() else self._handed(norm)
-        derived = getattr(type(norm), "_kgopt_derived", None)
-        is_narrowed = derived is not None and derived.is_narrowed(norm, x)
+        is_narrowed = _is_narrowed(norm, x)
         if call is not None:
             (_, n), cast = call[1], call[2]
             half = half or is_narrowed
@@ -365,8 +364,7 @@ class Site:
         if not (x.is_contiguous() or keeps_format(norm)):
             return None  # PyTorch's norm gives a contiguous tensor, and what the sum is depends on both
         autocast = torch.is_autocast_enabled(x.device.type) and x.is_cuda
-        derived = getattr(type(norm), "_kgopt_derived", None)
-        is_narrowed = derived is not None and derived.is_narrowed(norm, x)
+        is_narrowed = _is_narrowed(norm, x)
         if autocast and is_narrowed and prelu is not None:
             return None
         half = autocast and (self.keeps_dtype or is_narrowed) and prelu is None
@@ -431,8 +429,7 @@ class Site:
         autocast = torch.is_autocast_enabled(x.device.type) and x.is_cuda
         if autocast and x.dtype is torch.float64:
             return False
-        derived = getattr(type(norm), "_kgopt_derived", None)
-        keeps_dtype = self.keeps_dtype or (derived is not None and derived.is_narrowed(norm, x))
+        keeps_dtype = self.keeps_dtype or _is_narrowed(norm, x)
         dtype = torch.float32 if autocast and not keeps_dtype else x.dtype
         return operand.dtype is dtype or torch.promote_types(dtype, operand.dtype) is dtype
 
@@ -451,8 +448,7 @@ class Site:
         Each of the two is None, or :meth:`may_modulate` said yes. None where act runs by rules of its own.
         """
         autocast = torch.is_autocast_enabled(x.device.type)
-        derived = getattr(type(norm), "_kgopt_derived", None)
-        is_narrowed = derived is not None and derived.is_narrowed(norm, x)
+        is_narrowed = _is_narrowed(norm, x)
         half = autocast and x.is_cuda and (self.keeps_dtype or is_narrowed)
         if autocast and (prelu is not None or (half and "softplus" in act)):
             return None
@@ -540,6 +536,12 @@ class Site:
         if not fits(of_norm.weight, x) or not fits(of_norm.bias, x):
             return None
         return of_conv, of_norm
+
+
+def _is_narrowed(norm: Any, x: Tensor) -> bool:
+    """Whether a norm of a user's class computes x in float32 and gives x's half precision back, under autocast, too."""
+    derived = getattr(type(norm), "_kgopt_derived", None)
+    return derived is not None and derived.is_narrowed(norm, x)
 
 
 def _prelu_op(x: Tensor, cast: torch.dtype | None, other: Any = None) -> Any:
