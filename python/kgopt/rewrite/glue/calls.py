@@ -166,8 +166,10 @@ def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call 
     if untouched is None or not untouched():
         return None
     found = _recognize(func, args, kwargs)
-    cast = None if found is None else _autocast_of(found.x)
-    return found if found is None or cast is None else replace(found, cast=cast)
+    if found is None or func in _CONVS:  # what a convolution takes depends on autocast
+        return found
+    cast = _autocast_of(found.x)
+    return found if cast is None else replace(found, cast=cast)
 
 
 def _autocast_of(x: Tensor) -> torch.dtype | None:
@@ -284,7 +286,7 @@ def _conv(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | No
         return None
     # Two models may share a function, so its key says which weight it is about as far as that matters.
     of_weight = (weight.shape, weight.stride(), bias is None)
-    return Call("conv", (*geometry, *of_weight), x, (weight, bias), options)
+    return Call("conv", (*geometry, *of_weight), x, (weight, bias), options, cast=cast)
 
 
 def _ways(x: Tensor, weight: Tensor, biased: bool, geometry: tuple[Any, ...], is_cast: bool) -> tuple[str, ...]:
