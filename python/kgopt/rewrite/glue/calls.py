@@ -6,11 +6,12 @@ is not known here.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +93,13 @@ class Call:
         if self.cast is not None:
             with torch.autocast(self.x.device.type, enabled=False):
                 return self.without_autocast().run(option)
-        return _RUN[self.kind](self, option or self.options[0])
+        return _KINDS[self.kind].run(self, option or self.options[0])
+
+    @property
+    def by_torch(self) -> Callable[..., Tensor] | None:
+        """PyTorch's function, of other tensors than the call's; None where the bits must be the same."""
+        function = None if self.kind == "pooled" and self.argument[0] != "mean" else _KINDS[self.kind].by_torch
+        return None if function is None else functools.partial(function, self)
 
     def inside(self, keeps: bool) -> Call:
         """The call as it may run in a model that keeps channels_last, where the format is no part of what it means:
@@ -141,23 +148,63 @@ class Call:
         return op(self.x, *self.more, *rest, backend="kgopt")  # type: ignore[no-any-return]
 
 
-_RUN: dict[str, Callable[[Call, str], Tensor]] = {
-    "conv": lambda call, option: call._convolve(option),
-    "upsampled": lambda call, option: kernels.upsampled_conv(option, call.x, *call.more, *call.argument[:3]),
-    "attention": lambda call, _: kernels.attention(call.x, call.more[0], call.more[1], call.argument[0]),
-    "batch_norm": lambda call, _: kernels.batch_norm(call.x, *call.more, call.argument[0]),  # type: ignore[call-arg]
-    "cat": lambda call, _: kernels.cat_channels_last((call.x, *call.more), call.argument[0]),
-    "nearest": lambda call, _: kernels.upsample_nearest(call.x, call.argument),
-    "resized": lambda call, _: kernels.repeated(call.x, call.argument),
-    "linear": lambda call, _: _OPS.upsample_linear(call.x),
-    "max_pool": lambda call, _: _OPS.max_pool(call.x, *map(list, call.argument)),
-    "pooled": lambda call, _: pools.pooled_as_torch(call.x, pools.Pool(*call.argument), call.keeps),
-    "replicate": lambda call, _: _OPS.pad_replicate(call.x, list(call.argument)),
-    "repeated": lambda call, _: _OPS.pad_replicate(call.x, list(call.argument)),
-    "reflect": lambda call, _: kernels.pad_reflect(call.x, call.argument),
+class _Kind(NamedTuple):
+    """What kgopt runs for a kind of calls, in one of the ways; and PyTorch's function, to compare with on other tensors
+    than the call's, None where the bits must be the same.
+    """
+
+    run: Callable[[Call, str], Tensor]
+    by_torch: Callable[..., Tensor] | None = None
+
+
+def _linear_by_torch(call: Call, x: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=2, mode=f"{['', 'bi', 'tri'][x.dim() - 3]}linear")
+
+
+def _batch_norm_by_torch(call: Call, x: Tensor, mean: Tensor, var: Tensor, weight: Any, bias: Any) -> Tensor:
+    return F.batch_norm(x, mean, var, weight, bias, eps=call.argument[0])
+
+
+def _conv_by_torch(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    _, transposed, stride, padding, dilation, output_padding, groups = call.argument[:7]
+    return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+
+
+def _upsampled_by_torch(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    factors, padding, groups = call.argument[:3]
+    ones, zeros = (1,) * len(factors), (0,) * len(factors)
+    x = F.interpolate(x, scale_factor=tuple(map(float, factors)))
+    return torch.convolution(x, weight, bias, ones, padding, ones, False, zeros, groups)
+
+
+_KINDS: dict[str, _Kind] = {
+    "conv": _Kind(lambda call, option: call._convolve(option), _conv_by_torch),
+    "upsampled": _Kind(
+        lambda call, option: kernels.upsampled_conv(option, call.x, *call.more, *call.argument[:3]), _upsampled_by_torch
+    ),
+    "attention": _Kind(
+        lambda call, _: kernels.attention(call.x, call.more[0], call.more[1], call.argument[0]),
+        lambda call, q, k, v: F.scaled_dot_product_attention(q, k, v, scale=call.argument[0]),
+    ),
+    "batch_norm": _Kind(
+        lambda call, _: kernels.batch_norm(call.x, *call.more, call.argument[0]),  # type: ignore[call-arg]
+        _batch_norm_by_torch,
+    ),
+    "cat": _Kind(lambda call, _: kernels.cat_channels_last((call.x, *call.more), call.argument[0])),
+    "nearest": _Kind(lambda call, _: kernels.upsample_nearest(call.x, call.argument)),
+    "resized": _Kind(lambda call, _: kernels.repeated(call.x, call.argument)),
+    "linear": _Kind(lambda call, _: _OPS.upsample_linear(call.x), _linear_by_torch),
+    "max_pool": _Kind(lambda call, _: _OPS.max_pool(call.x, *map(list, call.argument))),
+    "pooled": _Kind(
+        lambda call, _: pools.pooled_as_torch(call.x, pools.Pool(*call.argument), call.keeps),
+        lambda call, x: pools.pooled_by_torch(x, pools.Pool(*call.argument)),
+    ),
+    "replicate": _Kind(lambda call, _: _OPS.pad_replicate(call.x, list(call.argument))),
+    "repeated": _Kind(lambda call, _: _OPS.pad_replicate(call.x, list(call.argument))),
+    "reflect": _Kind(lambda call, _: kernels.pad_reflect(call.x, call.argument)),
 }
 # Of some tensors PyTorch's kernels for these give contiguous ones.
-_LOSE_FORMAT = frozenset(_RUN) - {"conv", "attention", "batch_norm", "cat"}
+_LOSE_FORMAT = frozenset(_KINDS) - {"conv", "attention", "batch_norm", "cat"}
 
 
 def recognize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:

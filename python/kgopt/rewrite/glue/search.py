@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kgopt import accuracy
@@ -17,7 +16,6 @@ from kgopt._layout import format_of, is_dense_channels_last
 from kgopt.rewrite import classes, clocks, known, originals, verdicts, watching
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.formats import keeps
-from kgopt.rewrite.glue import kernels, pools
 from kgopt.rewrite.glue.calls import CATS, FUNCTIONS, INTERPOLATE, Call, recognize, upsampled_by
 from kgopt.rewrite.glue.kernels import cat_of_views, nearest_of_views
 from kgopt.rewrite.glue.later import Upsampled, finding
@@ -183,11 +181,11 @@ def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor) -> bool
     if call.cast is not None:
         with torch.autocast(call.x.device.type, enabled=False):
             return _is_right(call.without_autocast(), option, expected, actual)
-    if call.kind == "attention":
-        return _is_right_attention(call, expected, actual)
-    is_mean = call.kind == "pooled" and call.argument[0] == "mean"
-    if call.kind not in ("linear", "batch_norm", "conv", "upsampled") and not is_mean:
+    theirs = call.by_torch
+    if theirs is None:
         return torch.equal(expected, actual)
+    if call.kind == "attention":
+        return _is_right_attention(call, theirs, expected, actual)
     multiplies = call.kind in ("conv", "upsampled")
     if multiplies and torch.equal(expected, actual):
         return True
@@ -198,35 +196,8 @@ def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor) -> bool
     elif call.kind == "upsampled":
         covered = call.more[0].shape[2:], (1,) * (call.x.dim() - 2)
     # A window of a pooling is no smaller in a corner.
-    part = call.x[:1, :CHANNELS].clone() if is_mean else corner(call.x, *covered)
+    part = call.x[:1, :CHANNELS].clone() if call.kind == "pooled" else corner(call.x, *covered)
     small = replace(call, x=part)
-    if is_mean:
-
-        def theirs(x: Tensor, *more: Any) -> Tensor:
-            return pools.pooled_by_torch(x, pools.Pool(*call.argument))
-    elif call.kind == "linear":
-        mode = f"{['', 'bi', 'tri'][call.x.dim() - 3]}linear"
-
-        def theirs(x: Tensor, *more: Any) -> Tensor:
-            return F.interpolate(x, scale_factor=2, mode=mode)
-    elif call.kind == "batch_norm":
-
-        def theirs(x: Tensor, *more: Any) -> Tensor:
-            mean, var, weight, bias = more
-            return F.batch_norm(x, mean, var, weight, bias, eps=call.argument[0])
-    elif call.kind == "upsampled":
-        factors, padding, groups = call.argument[:3]
-        ones, zeros = (1,) * len(factors), (0,) * len(factors)
-
-        def theirs(x: Tensor, *more: Any) -> Tensor:
-            x = F.interpolate(x, scale_factor=tuple(map(float, factors)))
-            return torch.convolution(x, more[0], more[1], ones, padding, ones, False, zeros, groups)
-    else:
-        _, transposed, stride, padding, dilation, output_padding, groups = call.argument[:7]
-
-        def theirs(x: Tensor, *more: Any) -> Tensor:
-            return torch.convolution(x, more[0], more[1], stride, padding, dilation, transposed, output_padding, groups)
-
     double = [None if t is None else t.double() for t in call.more]
     with accuracy.no_autotuning():  # the corner's sizes come once
         yardstick, own = [theirs(part, *call.more)], small.run(option)
@@ -241,20 +212,16 @@ def _is_right(call: Call, option: str, expected: Tensor, actual: Tensor) -> bool
     return is_close and accuracy.relative_error(own, exact) <= allowed
 
 
-def _is_right_attention(call: Call, expected: Tensor, actual: Tensor) -> bool:
+def _is_right_attention(call: Call, theirs: Callable[..., Tensor], expected: Tensor, actual: Tensor) -> bool:
     """Some queries of the first sample and head say what the errors are."""
-    scale = call.argument[0]
-    q, k, v = (t.narrow(0, 0, 1).narrow(1, 0, 1) for t in (call.x, *call.more) if t is not None)
-    q = q.narrow(2, 0, min(64, q.shape[2]))
-
-    def theirs(convert: Callable[[Tensor], Tensor]) -> Tensor:
-        return F.scaled_dot_product_attention(convert(q), convert(k), convert(v), scale=scale)
-
-    exact, yardstick = theirs(Tensor.double), [theirs(lambda t: t)]
+    q, *kv = (t.narrow(0, 0, 1).narrow(1, 0, 1) for t in (call.x, *call.more))
+    small = replace(call, x=q.narrow(2, 0, min(64, q.shape[2])), more=tuple(kv))
+    tensors = small.x, *kv
+    exact, yardstick = theirs(*map(Tensor.double, tensors)), [theirs(*tensors)]
     if q.dtype is torch.float32:  # where products may take TF32, an ideal one
-        yardstick.append(theirs(lambda t: accuracy.round_tf32(t).double()))
+        yardstick.append(theirs(*(accuracy.round_tf32(t).double() for t in tensors)))
     allowed = accuracy.allowed(q.dtype, *(accuracy.relative_error(y, exact) for y in yardstick))
-    own = accuracy.relative_error(kernels.attention(q, k, v, scale), exact)
+    own = accuracy.relative_error(small.run(), exact)
     return own <= allowed and accuracy.relative_error(actual, expected) <= 2 * allowed
 
 
