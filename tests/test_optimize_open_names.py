@@ -258,6 +258,109 @@ def test_functions_inside_that_are_left_alone():
     check(ours, original, (2, 2, 5, 6))
 
 
+class Bottleneck(Base):
+    """As mmcls' BasicBlock: both norms are properties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other_name, self.downsample = "other", nn.Conv2d(2, 4, 1)
+        self.conv2, self.other = nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(4, 4)
+
+    @property
+    def norm2(self):
+        return getattr(self, self.other_name)
+
+    def forward(self, x):
+        def _inner_forward(x):
+            identity = x
+            out = self.conv(x)
+            out = self.norm(out)
+            out = self.activate(out)
+            out = self.conv2(out)
+            out = self.norm2(out)
+            if self.downsample is not None:
+                identity = self.downsample(x)
+            out += identity
+            return out
+
+        return self.last(self.activate(_inner_forward(x)))
+
+
+class Stages(Base):
+    """Sums behind norms that a loop names, under one name and under two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(4, 4, 1) for _ in range(3)])
+        self.norms = nn.ModuleList([nn.GroupNorm(2, 4) for _ in range(3)])
+
+    def forward(self, x):
+        x = self.conv(x)
+        for conv, norm in zip(self.convs, self.norms):  # noqa: B905
+            h = norm(conv(x))
+            x = torch.tanh(x + h)
+        for i in range(3):
+            h = self.convs[i](x)
+            h = self.norms[i](h)
+            h += x
+            x = self.activate(h)
+        return self.last(x)
+
+
+class Operands(Base):
+    """What a norm's value is added to, and what the sum is multiplied with, are properties."""
+
+    @property
+    def skip(self):
+        return self.short
+
+    @property
+    def factor(self):
+        return self.half
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.half, self.act = nn.Conv2d(2, 4, 1), 0.5, nn.SiLU()
+
+    def forward(self, x):
+        y = self.gn(self.conv(x)) + self.skip(x)
+        y = self.activate((y + self.norm(self.conv(x))) * self.factor)
+        z = (self.skip(x) + self.norm(self.conv(x))) / self.factor
+        z = self.act(z)
+        return self.last(y + z)
+
+
+SUMS = {
+    Bottleneck: ["relu", "sum none"],
+    Stages: ["sum tanh"] * 3 + ["sum relu"] * 3,
+    Operands: ["sum none", "sum mul(0.5)+relu", "sum mul(2.0)+silu"],
+}
+
+
+@pytest.mark.parametrize("net", SUMS)
+@pytest.mark.parametrize("train", [False, True])
+def test_sums(net, train, ran):
+    ours, original = pair(net, train=train)
+    check(ours, original, (2, 2, 5, 6))
+    assert ran == SUMS[net]
+    check_compiled(ours, original, (2, 2, 5, 6))
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        check(twin, original, (2, 2, 5, 6))
+
+
+def test_the_operands_of_sums_may_change(ran):
+    ours, original = pair(Operands)
+    for name, value in (("half", 3), ("half", torch.tensor(0.25).double()), ("short", nn.Conv2d(2, 1, 1).double())):
+        for net in (ours, original):
+            setattr(net, name, value)
+        check(ours, original, (2, 2, 5, 6))
+    ours, original = pair(Bottleneck)
+    for name, module in (("norm", nn.Conv2d(4, 4, 1)), ("other", nn.InstanceNorm2d(4)), ("other", nn.Identity())):
+        for net in (ours, original):
+            net.add_module("gn" if name == "norm" else name, module.double())
+        check(ours, original, (2, 2, 5, 6))
+
+
 def test_the_original_methods_come_back():
     net = Property().eval()
     kgopt.restore(kgopt.optimize(net, measure=False))

@@ -74,7 +74,7 @@ class Cached(Net):
 
 
 class SumBehind(Net):
-    acts = ("silu", "sum none")
+    acts = ("silu", "sum tanh")
 
     def forward(self, x):
         h = x

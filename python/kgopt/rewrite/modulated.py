@@ -257,9 +257,12 @@ def _plus(later: Waiting, other: Any) -> Any:
         return None
     if later.shift is None and later.may_take(shift := _of_rank(later, other)):
         return Waiting(later.later, later.factor, shift)
-    if later.is_plain and not isinstance(other, (Waiting, maps.Map)):
-        return later.later.plus(other, None)
-    return None
+    if not later.is_plain or isinstance(other, (Waiting, maps.Map)):
+        return None
+    x = later.later.x
+    if type(other) is Tensor and other.shape == x.shape and other.dtype is x.dtype and other.device == x.device:
+        return Waiting(later.later, added=other)
+    return later.later.plus(other, None)
 
 
 def _is_sequential(act: Any) -> bool:

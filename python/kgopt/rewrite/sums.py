@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kgopt import ops as ops
 from kgopt.rewrite import known, originals, watching
-from kgopt.rewrite.chain import PRELU, Chain
+from kgopt.rewrite.chain import PRELU, Chain, takes_another
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import NormArgs
 from kgopt.rewrite.formats import keeps
@@ -101,10 +101,10 @@ class LaterNorm(Later):
         """Also the sum of one value a sample and channel."""
         if divisor is not None and not _is_one(divisor):
             number = float(divisor) if isinstance(divisor, float) else divisor  # NumPy's are other ones to the ops
-            scaled = with_number("truediv", number) if act == "none" else None
-            if scaled is None:
+            scaled = with_number("truediv", number)
+            if scaled is None or not takes_another([scaled], act):
                 return None
-            act = scaled
+            act = scaled if act == "none" else f"{scaled}+{act}"
         y = self.site.run_added(self.module, self.x, other, act, prelu, self.begun)
         if y is None and self.site.may_modulate(self.module, self.x, other):
             # One value a sample and channel.
@@ -115,11 +115,11 @@ class LaterNorm(Later):
 class Waiting:
     """A norm's value that is not computed yet, times ``factor``, plus ``shift``, where these are not None.
 
-    ``of_maps``: they have a value for each position, or a map of it; without a shift that is no op's. ``views`` are
-    then taken of it, one of the other.
+    ``of_maps``: they have a value for each position, or a map of it; without a shift that is no op's. Or plus ``added``
+    alone, a tensor like the norm's input. ``views`` are then taken of it, one of the other.
     """
 
-    __slots__ = ("factor", "later", "of_maps", "shift", "views")
+    __slots__ = ("added", "factor", "later", "of_maps", "shift", "views")
 
     def __init__(
         self,
@@ -128,8 +128,10 @@ class Waiting:
         shift: Any = None,
         of_maps: bool = False,
         views: tuple[Callable[[Any], Any], ...] = (),
+        added: Any = None,
     ) -> None:
         self.later = later
+        self.added = added
         self.factor = factor
         self.shift = shift
         self.of_maps = of_maps
@@ -138,15 +140,15 @@ class Waiting:
     @property
     def is_plain(self) -> bool:
         """Whether it is the norm's own value."""
-        return self.factor is None and self.shift is None and not self.views
+        return self.factor is None and self.shift is None and self.added is None and not self.views
 
     def without_views(self) -> Waiting:
         """What the views are taken of."""
-        return Waiting(self.later, self.factor, self.shift, self.of_maps)
+        return Waiting(self.later, self.factor, self.shift, self.of_maps, (), self.added)
 
     def viewed(self, view: Callable[[Any], Any]) -> Waiting:
         """A view of it."""
-        return Waiting(self.later, self.factor, self.shift, self.of_maps, (*self.views, view))
+        return Waiting(self.later, self.factor, self.shift, self.of_maps, (*self.views, view), self.added)
 
     def through_views(self, y: Any) -> Any:
         """The views of a tensor."""
@@ -163,6 +165,8 @@ class Waiting:
         y = self.with_act("none")
         if y is not None:
             return y
+        if self.added is not None:
+            return self.later.value() + self.added
         assert self.of_maps
         y = self.later.value() * now(self.factor)
         return y if self.shift is None else y + now(self.shift)
@@ -170,6 +174,8 @@ class Waiting:
     def with_act(self, act: str, prelu: Any = None) -> Tensor | None:
         """With an activation, in one op; None where that has rules of its own."""
         later = self.later
+        if self.added is not None:
+            return later.plus(self.added, None, act, prelu)
         if self.of_maps:
             if self.shift is None or prelu is not None:
                 return None
@@ -178,13 +184,15 @@ class Waiting:
 
     def may_take(self, operand: Any) -> bool:
         """Whether the op can multiply with, or add, an operand."""
-        if self.of_maps or self.views or type(operand) is Map:
+        if self.of_maps or self.views or self.added is not None or type(operand) is Map:
             return False
         return self.later.site.may_modulate(self.later.module, self.later.x, operand)
 
     def may_map(self, operand: Any) -> bool:
         """The same of an operand with a value for each position."""
-        return not self.views and self.later.site.may_map(self.later.module, self.later.x, operand)
+        return (
+            not self.views and self.added is None and self.later.site.may_map(self.later.module, self.later.x, operand)
+        )
 
 
 def given_later(
@@ -290,31 +298,51 @@ class Sum(Behind):
                 return _last_later(inside, x)
         return plans.through(module, x)
 
-    def finish(self, a: Any, b: Any, divisor: Any = None) -> Any:
-        """``a + b``, or ``(a + b) / divisor``."""
+    def finish(self, a: Any, b: Any) -> Any:
+        """``a + b``."""
         if isinstance(a, Later) or isinstance(b, Later):
             later, other = (a, b) if isinstance(a, Later) else (b, a)
-            y = later.plus(other, divisor)
+            y = later.plus(other, None)
             if y is not None:
                 return y
-            if divisor is not None and not _is_number(divisor):
-                return self.finish(a, b) / divisor
             a, b = self.now(a), self.now(b)
-        y = a + b
-        # x / 1 has the values of x; a sum of two tensors is nobody else's.
-        if divisor is None or (_is_one(divisor) and _are_floats(a, b)):
-            return y
-        return y / divisor
+        return a + b
 
-    def finish_times(self, a: Any, b: Any, factor: Any, is_left: bool = False) -> Any:
+    def finish_over(self, a: Any, b: Any, divisor: Any) -> Any:
+        """``(a + b) / divisor``."""
+        y = self._scaled(a, b, divisor)
+        if y is not None:
+            return y
+        y = self.finish(a, b)
+        # y / 1 has the values of y; a sum is nobody else's.
+        return y if _is_one(divisor) and type(y) is Tensor and y.is_floating_point() else y / divisor
+
+    def finish_over_then(self, act: Any, a: Any, b: Any, divisor: Any, function: Any = None) -> Any:
+        """``act((a + b) / divisor)``."""
+        name = self.name_of(act, function)
+        y = None if name is None else self._scaled(a, b, divisor, name, act)
+        return act(self.finish_over(a, b, divisor)) if y is None else y
+
+    def finish_times(self, a: Any, b: Any, factor: Any, is_left: bool) -> Any:
         """``(a + b) * factor``; ``is_left``: ``factor * (a + b)``."""
-        later, other = (a, b) if isinstance(a, Later) else (b, a)
-        if isinstance(later, Later) and not isinstance(other, Later) and _is_number(factor) and factor:
-            y = later.plus(other, 1 / factor)
-            if y is not None:
-                return y
+        y = self._scaled(a, b, 1 / factor) if _is_number(factor) and factor else None
+        if y is not None:
+            return y
         total = self.finish(a, b)
         return factor * total if is_left else total * factor
+
+    def finish_times_then(self, act: Any, a: Any, b: Any, factor: Any, is_left: bool, function: Any = None) -> Any:
+        """``act((a + b) * factor)``, or ``act(factor * (a + b))``."""
+        name = self.name_of(act, function) if _is_number(factor) and factor else None
+        y = None if name is None else self._scaled(a, b, 1 / factor, name, act)
+        return act(self.finish_times(a, b, factor, is_left)) if y is None else y
+
+    def _scaled(self, a: Any, b: Any, divisor: Any, name: str = "none", act: Any = None) -> Tensor | None:
+        """``act((a + b) / divisor)`` in one op; None where nothing waits, or no op does that."""
+        later, other = (a, b) if isinstance(a, Later) else (b, a)
+        if not isinstance(later, Later) or isinstance(other, Later) or not _is_number(divisor):
+            return None
+        return later.plus(other, divisor, name, act if name == PRELU else None)
 
     def finish_by(self, add: Any, a: Any, b: Any) -> Any:
         """``add(a, b)``: ``torch.add``, or the name of a tensor's method, ``add`` or ``add_``."""
@@ -401,10 +429,6 @@ def _is_number(value: Any) -> bool:
 
 def _is_one(divisor: Any) -> bool:
     return _is_number(divisor) and bool(divisor == 1)
-
-
-def _are_floats(*tensors: Any) -> bool:
-    return all(type(t) is Tensor and t.is_floating_point() for t in tensors)
 
 
 adds_as_is = originals.untouched(*originals.methods(("__add__", "__iadd__", "__truediv__", "__mul__", "__rmul__")))

@@ -68,7 +68,7 @@ class Forms:
         if not is_quiet(self.method, s.value, self.value.between):
             return None
         is_product = isinstance(s.op, ast.Mult)
-        self.value.uses.note(is_product)
+        self.value.uses.note(is_product, of_variable=True)
         operands = [ast.Name(name, ast.Load()), s.value]
         made = self.site.call("times_in_place" if is_product else "plus_in_place", operands, s)
         return Edit(s, assign(name, made, s), waits=name)
@@ -155,7 +155,7 @@ class Forms:
             return None  # no op multiplies behind a sum; that with another tensor may be scaled (source/sums.py)
         if not self._are_quiet(e.right if e.left is part.whole else e.left):
             return None
-        self.value.uses.note(is_product)
+        self.value.uses.note(is_product, isinstance(part.whole, ast.Name))
         operands = [part.made if side is part.whole else side for side in (e.left, e.right)]
         return _Part(e, self.site.call("times" if is_product else "plus", operands, e), part.is_product or is_product)
 

@@ -40,12 +40,14 @@ class Paths:
         self.loop = loop
         self.forms = Forms(value)
         self.goes_on: list[str] = []  # variables that wait where a round of the loop is left
+        self.body: list[ast.stmt] = []  # in which all paths come together
 
     def run(self, path: list[Place], is_inner: bool) -> bool:
         """Goes from the statement at the end of ``path`` to the end of the method, or of the loop or with block that
         ``is_inner``; whether the value may wait at all.
         """
-        statement = path[-1][1]
+        body, statement = path[0][0], path[-1][1]
+        self.body = body
         edit = self.forms.begin(statement)
         if edit is None:
             return False
@@ -54,7 +56,6 @@ class Paths:
         for block, place in reversed(path):
             if name is not None:
                 name = self._follow(block, block.index(place) + 1, name)
-        body = path[0][0]
         if self.loop is not None:
             # The next round begins with what waits at the end of this one.
             at_end = [] if name is None else [name]
@@ -101,7 +102,7 @@ class Paths:
             if self._is_harmless(s):
                 return name
         # A statement that is written for another value (``1 + gamma``, inside of what that takes) needs the tensor.
-        edit = self.forms.take(s, name, block is self.method.tree.body) if written is None else None
+        edit = self.forms.take(s, name, block is self.body) if written is None else None
         if edit is None:
             self.value.stops[s] = block, name
             return None

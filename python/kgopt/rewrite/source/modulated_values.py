@@ -47,15 +47,17 @@ class Uses:
     scaled: bool = False
     shifted: bool = False
     acted: bool = False  # a call takes it
+    acted_first: bool = False  # and a sum reads what it gave of a variable: if that is a norm's value, it waits as well
     given: bool = False  # it is returned
     with_more: bool = False  # in a tuple, as the first of several values
     act: str = "none"
 
-    def note(self, is_product: bool) -> None:
-        """A product, or a sum."""
+    def note(self, is_product: bool, of_variable: bool) -> None:
+        """A product, or a sum, of what a variable holds or a call has just given."""
         if is_product:
             self.scaled = True
         else:
+            self.acted_first = self.acted and of_variable and not self.shifted
             self.shifted = True
 
 
@@ -91,7 +93,7 @@ class Value:
         """Whether what the code does with it is worth waiting for; of a function's value an activation alone is not."""
         uses = self.uses
         is_taken = uses.given or (uses.acted and not self.is_function)
-        return uses.scaled or (is_taken and not uses.shifted)
+        return uses.scaled or (is_taken and (uses.acted_first or not uses.shifted))
 
     def write(self) -> None:
         """Writes what was found into the method's tree."""

@@ -23,14 +23,15 @@ from kgopt.rewrite.source.expressions import (
     of_one_argument,
 )
 from kgopt.rewrite.source.method import Method
+from kgopt.rewrite.source.modulated_begins import OpenCalls
 from kgopt.rewrite.source.names import blocks, copied, liveness, loads, outside_scopes, reads, walk, writes
 from kgopt.rewrite.source.norm_calls import is_norm_call, site_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
-from kgopt.rewrite.source.trees import as_function, assign, become, call_of, replace
+from kgopt.rewrite.source.trees import as_function, assign, become, call_of, forgotten, replace
 from kgopt.rewrite.sums import Activated, Sum
 
-_OPERANDS = {"finish": 2, "finish_in_place": 2, "finish_by": 3}  # of a sum that nothing scales
-_SCALED = {ast.Div: "finish", ast.Mult: "finish_times"}  # by what is done to the sum
+_FINISHED = ("finish", "finish_in_place", "finish_by", "finish_over", "finish_times")  # methods that give a sum
+_SCALED = {ast.Div: "finish_over", ast.Mult: "finish_times"}  # by what is done to the sum
 _Scaled = tuple[ast.expr, str, list[ast.expr]]
 _IsTotal = Callable[[Any], bool]  # what an activation may be computed with
 _Join = Callable[[ast.Call, Any], bool]  # turns the activation's call into one of both, if it may
@@ -41,6 +42,7 @@ class Sums:
 
     def __init__(self, method: Method) -> None:
         self.method = method
+        self._is_open = OpenCalls(method).is_open
         self._norms: dict[str, tuple[Path, str, str]] = {}  # by the sum's name: which norm, its kind, the activation
 
     def chains(self) -> list[tuple[Path, Chain]]:
@@ -83,10 +85,11 @@ class Sums:
             if sides is None:
                 continue
             left, right, _ = sides
-            if self._can_wait(self.method.inside(right)):
-                yield part, right
-            elif self._can_wait(inner := self.method.inside(left)) and self._may_run_beside(inner, right, []):
-                yield part, left
+            calls = [(side, inner) for side in (right, left) if self._can_wait(inner := self.method.inside(side))]
+            for side, inner in sorted(calls, key=lambda call: self._shows_later(call[1])):
+                if side is right or self._may_run_beside(inner, right, []):
+                    yield part, side
+                    break
 
     def _addition(self, e: Any) -> tuple[ast.expr, ast.expr, list[ast.expr]] | None:
         """The sides of ``a + b``, ``torch.add(a, b)``, ``a.add(b)`` or ``a.add_(b)``, and how the site is told of a
@@ -114,21 +117,29 @@ class Sums:
         return (is_norm or is_norm_call(self.method, call)) and is_quiet(self.method, e, between)
 
     def _can_wait(self, e: ast.expr) -> bool:
-        """A call with one argument of a convolution, or of something in a local variable; a norm as a function."""
+        """A call with one argument of a convolution, or of what shows when the code runs; a norm as a function."""
         if is_norm_call(self.method, e):
             return True
         if not isinstance(e, ast.Call) or not of_one_argument(e):
             return False
-        if self.method.path(e.func) is not None:
-            return self.method.what(e.func)[0] in ("conv", "norm", "tail")
-        return isinstance(e.func, ast.Name) and e.func.id in self.method.locals and e.func.id not in self.method.hidden
+        return self._shows_later(e) or self.method.what(e.func)[0] in ("conv", "norm", "tail")
+
+    def _shows_later(self, e: Any) -> bool:
+        """Whether only the running code says what is called: a local variable, ``self.norms[i]``, a property."""
+        called = e.func
+        if isinstance(called, ast.Name):
+            return called.id in self.method.locals - self.method.hidden
+        # ``h.matmul(w)``, where self is read to make h; but ``self.norm`` is none of a tensor.
+        may_be_of_tensor = isinstance(called, ast.Attribute) and hasattr(torch.Tensor, called.attr)
+        return self._is_open(called) and (not may_be_of_tensor or self.method.path(called) is not None)
 
     def _scaled(self, e: Any) -> _Scaled | None:
         """``(a + b) / c``, ``(a + b) * c``, ``2 * (a + b)``: what is scaled, the site's method, and how."""
         if not isinstance(e, ast.BinOp) or type(e.op) not in _SCALED:
             return None
         if self._may_be_number(e.right):
-            return e.left, _SCALED[type(e.op)], [e.right]
+            is_left = [ast.copy_location(ast.Constant(False), e)] if isinstance(e.op, ast.Mult) else []
+            return e.left, _SCALED[type(e.op)], [e.right, *is_left]
         if not isinstance(e.op, ast.Mult) or not _is_number(e.left):
             return None
         return e.right, _SCALED[ast.Mult], [e.left, ast.copy_location(ast.Constant(True), e)]
@@ -163,8 +174,6 @@ class Sums:
         target = self.method.target(body[k])
         call = getattr(body[k], "value", None)
         if target is None or call is None or not self._can_wait(call):
-            return
-        if self.method.path(call.func) is None and not is_norm_call(self.method, call):
             return
         between: list[str] = []
         early: list[ast.stmt] = []  # statements that may read the value
@@ -352,8 +361,11 @@ class Sums:
     def _act_behind_all(self, body: list[ast.stmt], is_total: _IsTotal, join: _Join) -> None:
         """The same in two statements, which become one."""
         for k in reversed(range(len(body) - 1)):
-            if self._act_behind(body[k], body[k + 1], is_total, join):
-                del body[k]
+            name, second = self.method.target(body[k]), body[k + 1]
+            if self._act_behind(body[k], second, is_total, join):
+                # What the variable holds now would live on.
+                is_anew = self.method.target(second) == name
+                body[k : k + 2] = [second, *([] if is_anew else forgotten(str(name), second))]
 
     def _act_behind(self, first: ast.stmt, second: ast.stmt, is_total: _IsTotal, join: _Join) -> bool:
         """``h = a + b``, then ``h = self.act(h)`` or ``return self.act(h)``: the second statement does both."""
@@ -366,8 +378,9 @@ class Sums:
         read: Any = call.func.value if is_method else call.args[0] if call.args else None  # type: ignore[attr-defined]
         if not is_name(read, name) or sum(is_name(n, name) for n in walk(call)) != 1:
             return False
-        if not isinstance(second, ast.Return) and self.method.target(second) != name:
-            return False  # the sum may be read later
+        anew = isinstance(second, ast.Return) or self.method.target(second) == name
+        if not anew and name in liveness(self.method.tree.body).after.get(id(second), {name}):
+            return False  # the sum is read later
         if any(self.method.may_catch(n) for n in walk(self.method.tree)):
             return False  # so may what handles an error
         if is_method:
@@ -380,7 +393,7 @@ class Sums:
 
     def _is_sum(self, e: Any) -> bool:
         name, verb = called_of(e)
-        return isinstance(self.method.sites.get(name), Sum) and len(e.args) == _OPERANDS.get(verb)
+        return isinstance(self.method.sites.get(name), Sum) and verb in _FINISHED
 
     def _join(self, call: ast.Call, total: Any) -> bool:
         """Turns ``act(total)`` into one call of the sum; whether it did."""
