@@ -197,6 +197,25 @@ class TwoNorms(Base):
         return self.act(h)
 
 
+class PerhapsReplaced(Base):
+    """A loop, and a branch behind a test that is no question, in which the scaled value may be replaced."""
+
+    times, most = 0, 1e9
+
+    def forward(self, x, e):
+        scale, _ = self.both(e)
+        h = self.norm(x)
+        h = h * scale
+        for _ in range(self.times):
+            h = torch.ones_like(x)
+        h = self.act(h)
+        y = self.norm(self.conv(h))
+        y = y * scale
+        if x.sum().item() > self.most:
+            y = torch.ones_like(x)
+        return self.act(y)
+
+
 class TwoNormsBesideLayers(Base):
     """The same, with layers that are called while either waits."""
 

@@ -26,6 +26,7 @@ from modulated_models import (
     InOneExpression,
     Layers,
     Lucidrains,
+    PerhapsReplaced,
     TwoNorms,
     TwoNormsBesideLayers,
     Wider,
@@ -117,6 +118,18 @@ def test_the_input_changes_in_between(done):
     with torch.no_grad():
         torch.testing.assert_close(model(*given), original(*given))
     assert not done
+
+
+@pytest.mark.parametrize("times", [0, 1])
+@pytest.mark.parametrize("most", [-1e9, 1e9])
+def test_a_value_that_may_be_replaced(times, most):
+    """What a loop or a branch assigns, perhaps nothing assigns: what waited was given to code that takes tensors."""
+    model, original = pair(PerhapsReplaced)
+    for net in (model, original):
+        net.times, net.most = times, most
+    given = sample()
+    with torch.no_grad():
+        torch.testing.assert_close(model(*given), original(*given))
 
 
 def test_without_a_scale_the_activation_joins_the_norm(done, monkeypatch):

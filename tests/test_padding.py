@@ -282,6 +282,25 @@ def test_a_value_that_others_read_is_made():
     assert pads(fast, draw(1, 4, 2, 6, 5)) == 0
 
 
+@pytest.mark.parametrize("convolves", [False, True])
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_value_that_may_be_replaced_is_made(convolves, times):
+    """What a loop assigns, perhaps nothing assigns: the padding that waited was returned."""
+
+    class Perhaps(nn.Conv3d):
+        def forward(self, x):
+            x = F.pad(x, (1, 1, 1, 1, 2, 0))
+            if convolves:
+                return super().forward(x)
+            for _ in range(times):
+                x = torch.ones(1, 2, 3)
+            return x
+
+    model, x = Perhaps(4, 4, 3).double().eval(), draw(1, 4, 3, 5, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(model)(x), model(x))
+
+
 # ---------------------------------------------------------------------------------------------------- left as it stands
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kgopt.rewrite.source.expressions import called_of, is_name
 from kgopt.rewrite.source.modulated_forms import Forms
 from kgopt.rewrite.source.modulated_values import Value
-from kgopt.rewrite.source.names import loads, reads, walk, writes
+from kgopt.rewrite.source.names import forgets, loads, reads, walk
 from kgopt.rewrite.source.quiet import is_quiet
 
 Place = tuple[list[ast.stmt], ast.stmt]  # a block, and one of its statements
@@ -97,8 +97,8 @@ class Paths:
             self.goes_on.append(name)
             return None
         if not is_read:
-            if isinstance(s, (ast.Return, ast.Raise)) or name in writes(s):
-                return None  # nobody reads it
+            if forgets(s, name):
+                return None
             if self._is_harmless(s):
                 return name
         # A statement that is written for another value (``1 + gamma``, inside of what that takes) needs the tensor.

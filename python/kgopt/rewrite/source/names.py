@@ -88,6 +88,14 @@ def writes(tree: ast.AST) -> set[str]:
     return found
 
 
+def forgets(s: ast.stmt, name: str) -> bool:
+    """Whether nobody reads behind a statement what a variable held in front of it."""
+    if isinstance(s, (ast.Return, ast.Raise)):
+        return True
+    may_skip = any(blocks(s)) or (isinstance(s, ast.AnnAssign) and s.value is None)
+    return name in writes(s) and not may_skip  # of what a loop, a branch or a with block assigns perhaps nothing runs
+
+
 @dataclass
 class Live:
     """Names whose value may still be read, before and after each statement."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from kgopt.rewrite.meanings import UNKNOWN
 from kgopt.rewrite.source.expressions import constant, elements_of, evaluated_first, is_name, is_plain, is_test
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, loads, reads, walk, writes
+from kgopt.rewrite.source.names import SCOPES, blocks, copied, forgets, liveness, loads, reads, walk
 from kgopt.rewrite.source.trees import assign, call_of, replace
 
 Block = list[ast.stmt]
@@ -179,8 +179,8 @@ class Paths:
                 waits = [self.follow(s.body, 0), self.follow(s.orelse, 0)]
                 if not any(waits):
                     return False
-            elif not is_read and (isinstance(s, (ast.Return, ast.Raise)) or self.name in writes(s)):
-                return False  # nobody reads it
+            elif not is_read and forgets(s, self.name):
+                return False
             elif not is_read and (changed := _changed(s)) is not None:
                 self._stop(block, s, changed)
             elif is_read or not self._is_harmless(s):
