@@ -443,7 +443,7 @@ class ScaledFrames(Frames):
     [
         (Frames, True),
         (lambda: Frames("movedim"), True),
-        (lambda: Frames("reshape"), False),  # it asks for the value's sizes
+        (lambda: Frames("reshape"), True),
         (BehindFrames, True),
         (lambda: BehindFrames(nn.Sequential(nn.SiLU(), nn.Conv3d(C, C, 1))), False),
         (lambda: BehindFrames(nn.PReLU(C)), False),

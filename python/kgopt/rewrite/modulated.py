@@ -140,6 +140,16 @@ class Modulation(Written):
             return value.viewed(lambda t: function(t, *args, **kwargs))
         return function(self.now(value), *args, **kwargs)
 
+    def like(self, value: Any) -> Any:
+        """A tensor that has the sizes and the device of what waits."""
+        return value.through_views(value.later.x) if type(value) is Waiting else self.now(value)
+
+    def dtype_of(self, value: Any) -> Any:
+        """``value.dtype``."""
+        if type(value) is not Waiting:
+            return self.now(value).dtype
+        return value.later.site.dtype_of(value.later.module, value.later.x)
+
     def times(self, a: Any, b: Any) -> Any:
         """``a * b``."""
         later, other = (a, b) if type(a) is Waiting else (b, a)

@@ -429,9 +429,13 @@ class Site:
         autocast = torch.is_autocast_enabled(x.device.type) and x.is_cuda
         if autocast and x.dtype is torch.float64:
             return False
-        keeps_dtype = self.keeps_dtype or _is_narrowed(norm, x)
-        dtype = torch.float32 if autocast and not keeps_dtype else x.dtype
+        dtype = self.dtype_of(norm, x)
         return operand.dtype is dtype or torch.promote_types(dtype, operand.dtype) is dtype
+
+    def dtype_of(self, norm: Any, x: Tensor) -> torch.dtype:
+        """Of the norm's value."""
+        keeps = self.keeps_dtype or _is_narrowed(norm, x) or x.dtype is torch.float64
+        return x.dtype if keeps or not (x.is_cuda and torch.is_autocast_enabled("cuda")) else torch.float32
 
     def run_modulated(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 from kgopt.rewrite.meanings import UNKNOWN, with_number
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.names import SCOPES, walk
+from kgopt.rewrite.source.names import SCOPES, loads, walk
 
 _ARITHMETIC = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "truediv"}  # tensors' methods
 
@@ -106,6 +106,36 @@ def called_of(e: Any) -> tuple[str, str]:
 def is_name(e: Any, name: str) -> bool:
     """Whether it is that variable."""
     return isinstance(e, ast.Name) and e.id == name
+
+
+_QUESTIONS = ("ndim", "dim", "shape", "size", "numel", "device", "is_cuda", "dtype")
+
+
+def asks(tree: ast.AST, name: str) -> list[ast.Attribute]:
+    """Where code asks the tensor in a variable for what is known without its values: ``h.ndim``, ``h.size(0)``."""
+    return [n for n in walk(tree) if isinstance(n, ast.Attribute) and n.attr in _QUESTIONS and is_name(n.value, name)]
+
+
+def _asked(tree: ast.AST, name: str) -> set[int]:
+    """The reads of these, as they stand in the code and as they are written for a value that waits."""
+    found = {id(question.value) for question in asks(tree, name)}
+    for node in walk(tree):
+        if called_of(node)[1] in ("like", "dtype_of"):
+            found |= {id(a) for a in node.args}
+    return found
+
+
+def value_loads(tree: ast.AST, name: str) -> list[ast.Name]:
+    """The places where code reads a variable for more than that."""
+    asked = _asked(tree, name)
+    return [load for load in loads(tree, name) if id(load) not in asked]
+
+
+def reads_value(tree: ast.AST, name: str) -> bool:
+    """Whether code reads a variable for more than that; deleting and ``+=`` read, too."""
+    count = sum(isinstance(n, ast.AugAssign) and is_name(n.target, name) for n in walk(tree))
+    count += sum(is_name(n, name) and not isinstance(n.ctx, ast.Store) for n in walk(tree))
+    return count > len(loads(tree, name)) - len(value_loads(tree, name))
 
 
 def elements_of(e: ast.expr) -> list[ast.expr]:

@@ -12,9 +12,18 @@ from typing import Any
 import torch
 
 from kgopt.rewrite.modulated import VIEWS, Modulation
-from kgopt.rewrite.source.expressions import elements_of, evaluated_first, gate_of, is_name, is_plain, of_one_argument
+from kgopt.rewrite.source.expressions import (
+    elements_of,
+    evaluated_first,
+    gate_of,
+    is_name,
+    is_plain,
+    of_one_argument,
+    reads_value,
+    value_loads,
+)
 from kgopt.rewrite.source.modulated_values import Edit, Value
-from kgopt.rewrite.source.names import copied, loads, outside_scopes, reads, walk
+from kgopt.rewrite.source.names import copied, outside_scopes, walk
 from kgopt.rewrite.source.quiet import is_quiet
 from kgopt.rewrite.source.trees import as_function, assign, call_of, lambda_of
 
@@ -54,7 +63,7 @@ class Forms:
         """A statement that reads the variable once, the last to do so."""
         if not self._ends(s, name, may_rename):
             return None
-        found = loads(s, name)
+        found = value_loads(s, name)
         if len(found) != 1 or not any(n is found[0] for n in outside_scopes(s.value)):
             return None
         return self._written(s, _Part(found[0], copied(found[0])))
@@ -63,7 +72,7 @@ class Forms:
         """``h *= 1 + scale``, ``h += shift``."""
         if not isinstance(s, ast.AugAssign) or not is_name(s.target, name):
             return None
-        if not isinstance(s.op, (ast.Mult, ast.Add)) or name in reads(s.value):
+        if not isinstance(s.op, (ast.Mult, ast.Add)) or reads_value(s.value, name):
             return None
         if not is_quiet(self.method, s.value, self.value.between):
             return None

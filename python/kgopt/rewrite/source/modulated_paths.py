@@ -9,18 +9,18 @@ import ast
 from dataclasses import dataclass
 from typing import Any
 
-from kgopt.rewrite.source.expressions import called_of, is_name
+from kgopt.rewrite.source.expressions import called_of, is_name, reads_value
 from kgopt.rewrite.source.modulated_forms import Forms
 from kgopt.rewrite.source.modulated_values import Value
-from kgopt.rewrite.source.names import forgets, loads, reads, walk
-from kgopt.rewrite.source.quiet import is_quiet
+from kgopt.rewrite.source.names import forgets, loads, reads, walk, writes
+from kgopt.rewrite.source.quiet import is_harmless, is_quiet
 
 Place = tuple[list[ast.stmt], ast.stmt]  # a block, and one of its statements
 
 # Methods of a site that take what waits as an argument.
 _TAKE = {
     *("times", "plus", "times_in_place", "plus_in_place", "addcmul"),
-    *("now", "then", "skip", "step", "view", "view_by"),
+    *("now", "then", "skip", "step", "view", "view_by", "like", "dtype_of"),
 }
 
 
@@ -82,7 +82,7 @@ class Paths:
             else:
                 self.value.stops[s] = block, name
             return None
-        is_read = name in reads(s)
+        is_read = reads_value(s, name)
         written = self.site.written.get(s)
         if written is not None and is_read and self._is_operand(s, name):
             waits, other = written
@@ -90,16 +90,18 @@ class Paths:
                 self.value.between += other.between
                 self.value.uses.scaled = True
             return waits
-        if isinstance(s, ast.If) and name not in reads(s.test) and is_quiet(self.method, s.test, self.value.between):
+        if isinstance(s, ast.If) and not reads_value(s.test, name) and self._is_quiet(s.test):
+            self.value.asked.append((s.test, name))
             ends = [self._follow(branch, 0, name) for branch in (s.body, s.orelse)]
             return None if ends == [None, None] else name
         if isinstance(s, (ast.Continue, ast.Break)) and self.loop is not None:
             self.goes_on.append(name)
             return None
+        self.value.asked.append((s, name))
         if not is_read:
             if forgets(s, name):
                 return None
-            if self._is_harmless(s):
+            if name not in writes(s) and is_harmless(self.method, s, self.value.between):
                 return name
         # A statement that is written for another value (``1 + gamma``, inside of what that takes) needs the tensor.
         edit = self.forms.take(s, name, block is self.body) if written is None else None
@@ -108,6 +110,9 @@ class Paths:
             return None
         self.value.edits[s] = edit
         return edit.waits
+
+    def _is_quiet(self, e: ast.expr) -> bool:
+        return is_quiet(self.method, e, self.value.between)
 
     def _leave(self, loop: Loop, name: str) -> None:
         """What waits at the end of a loop's rounds goes into the sum behind the loop, or is computed."""
@@ -139,16 +144,3 @@ class Paths:
             if verb in _TAKE and site.startswith(self.site.name):
                 taken |= {id(a) for a in node.args}
         return all(id(n) in taken for n in loads(s, name))
-
-    def _is_harmless(self, s: ast.stmt) -> bool:
-        """A statement that changes no tensor."""
-        if isinstance(s, ast.Pass) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)):
-            return True
-        if isinstance(s, ast.Assert):
-            return all(is_quiet(self.method, e, self.value.between) for e in (s.test, s.msg) if e is not None)
-        if isinstance(s, ast.AugAssign):
-            return isinstance(s.target, ast.Name) and s.target.id in self.site.counters
-        if not isinstance(s, ast.Assign) or not is_quiet(self.method, s.value, self.value.between):
-            return False
-        targets = [e for t in s.targets for e in (t.elts if isinstance(t, (ast.Tuple, ast.List)) else [t])]
-        return all(isinstance(t, ast.Name) for t in targets)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.modulated import Modulation
 from kgopt.rewrite.roles import Path
+from kgopt.rewrite.source.expressions import asks
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.modulated_begins import Begins
 from kgopt.rewrite.source.names import Live
@@ -79,6 +80,7 @@ class Value:
     uses: Uses = field(default_factory=Uses)
     between: list[str] = field(default_factory=list)  # children that are called while it waits
     edits: dict[ast.stmt, Edit] = field(default_factory=dict)
+    asked: list[tuple[ast.AST, str]] = field(default_factory=list)  # code that may ask for its sizes, and the variables
     stops: dict[ast.stmt, tuple[list[ast.stmt], str]] = field(default_factory=dict)  # in front of these it has to be a
     # tensor: their blocks, and the variables
     ends: list[tuple[list[ast.stmt], ast.stmt, str]] = field(default_factory=list)  # and behind these
@@ -112,6 +114,8 @@ class Value:
             else:
                 replace(s, edit.old, edit.new)
             site.written[s] = edit.waits, self
+        for tree, name in self.asked:
+            self._answer(tree, name)
         for s, (block, name) in self.stops.items():
             site.put_now(block, block.index(s), name, s)
         for block, s, name in self.ends:
@@ -121,3 +125,12 @@ class Value:
         if path is not None and kind == "norm":
             uses = self.uses
             site.chains.append((path, Chain(norm, scaled=uses.scaled, shifted=uses.shifted, post=uses.act)))
+
+    def _answer(self, tree: ast.AST, name: str) -> None:
+        """``h.ndim`` becomes ``_kgopt_mod.like(h).ndim``, and ``h.dtype`` ``_kgopt_mod.dtype_of(h)``."""
+        for question in asks(tree, name):
+            value = question.value
+            if question.attr == "dtype":
+                become(question, self.site.call("dtype_of", [value], value))
+            else:
+                question.value = self.site.call("like", [value], value)

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from kgopt.rewrite.source.code import CannotRewriteError, parse
 from kgopt.rewrite.source.expressions import is_plain_load
 from kgopt.rewrite.source.method import Method
+from kgopt.rewrite.source.names import blocks, counters
 
 # Methods of tensors that write nowhere; a module has none of the first.
 _METHODS = {
@@ -25,7 +27,7 @@ _FUNCTIONS = {
     *(torch.chunk, torch.split, torch.tensor_split, torch.unbind, torch.unsqueeze, torch.squeeze, torch.reshape),
     *(torch.flatten, torch.permute, torch.transpose, torch.movedim, torch.tanh, torch.sigmoid, torch.exp),
     *(torch.is_tensor, torch.addcmul, torch.cat, F.gelu, F.softplus, F.linear, F.interpolate),
-    *(isinstance, hasattr, len, tuple, list, int, float, bool),
+    *(isinstance, hasattr, len, tuple, list, int, float, bool, range, min, max),
 }
 _EINOPS = {"rearrange", "repeat", "reduce"}
 _SILENT = (
@@ -35,7 +37,8 @@ _SILENT = (
     *("POP_JUMP_FORWARD_IF_NONE", "POP_JUMP_FORWARD_IF_NOT_NONE"),
     *("POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE"),
 )
-_PARTS = ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Tuple, ast.List, ast.Slice
+_PARTS = ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Tuple, ast.List, ast.Slice, ast.Starred
+_LONG = 400  # bytes of code: helpers have less
 
 
 @functools.lru_cache(maxsize=1024)
@@ -44,7 +47,23 @@ def _only_tests(code: types.CodeType) -> bool:
     return not code.co_freevars and all(i.opname in _SILENT for i in dis.get_instructions(code))
 
 
-def _is_quiet_function(function: Any) -> bool:
+class _Helper(Method):
+    """A function that a method calls: code that knows no module."""
+
+
+def _is_quiet_helper(method: Method, function: types.FunctionType) -> bool:
+    """Whether all statements of a user's function change no tensor: ``x[(...,) + (None,) * (n - x.ndim)]``."""
+    code = function.__code__
+    if isinstance(method, _Helper) or len(code.co_code) > _LONG or code.co_freevars or code.co_cellvars:
+        return False
+    try:
+        helper = _Helper(function, lambda path: None, parse(function), method)
+    except CannotRewriteError:
+        return False
+    return method.self_name not in helper.locals and all(is_harmless(helper, s, []) for s in helper.tree.body)
+
+
+def _is_quiet_function(method: Method, function: Any) -> bool:
     try:
         if function in _FUNCTIONS:
             return True
@@ -53,7 +72,7 @@ def _is_quiet_function(function: Any) -> bool:
     if isinstance(function, types.FunctionType):
         if function.__module__.partition(".")[0] == "einops" and function.__name__ in _EINOPS:
             return True
-        return _only_tests(function.__code__)
+        return _only_tests(function.__code__) or _is_quiet_helper(method, function)
     return False
 
 
@@ -87,7 +106,7 @@ def is_quiet(method: Method, e: ast.AST, between: list[str]) -> bool:
         return False
     function = method.function(e.func)
     if function is not None:
-        return _is_quiet_function(function) or _is_activation(method, function, e)
+        return _is_quiet_function(method, function) or _is_activation(method, function, e)
     path = method.path(e.func)
     if path is not None and len(path) == 1:
         between.append(str(path[0]))
@@ -97,3 +116,27 @@ def is_quiet(method: Method, e: ast.AST, between: list[str]) -> bool:
     if e.func.attr in _CASTS:
         return method.path(e.func.value) is None and inner(e.func.value)
     return e.func.attr in _METHODS and inner(e.func.value)
+
+
+def is_harmless(method: Method, s: ast.stmt, between: list[str]) -> bool:
+    """Whether a statement changes no tensor, with the statements in it."""
+    quiet = functools.partial(is_quiet, method, between=between)
+    if isinstance(s, (ast.Pass, ast.Raise, ast.Break, ast.Continue)):
+        return True  # an error ends what waits
+    if isinstance(s, ast.Expr):
+        return isinstance(s.value, ast.Constant)
+    if isinstance(s, ast.AugAssign):
+        return isinstance(s.target, ast.Name) and s.target.id in counters(method.tree) - method.hidden
+    if isinstance(s, (ast.If, ast.While, ast.For)):
+        is_quiet_head = quiet(s.iter) and _are_names([s.target]) if isinstance(s, ast.For) else quiet(s.test)
+        return is_quiet_head and all(is_harmless(method, inner, between) for block in blocks(s) for inner in block)
+    if isinstance(s, ast.Assert):
+        return all(quiet(e) for e in (s.test, s.msg) if e is not None)
+    if isinstance(s, ast.Return):
+        return s.value is None or quiet(s.value)
+    return isinstance(s, ast.Assign) and quiet(s.value) and _are_names(s.targets)
+
+
+def _are_names(targets: list[ast.expr]) -> bool:
+    parts = [e for t in targets for e in (t.elts if isinstance(t, (ast.Tuple, ast.List)) else [t])]
+    return all(isinstance(t, ast.Name) for t in parts)
