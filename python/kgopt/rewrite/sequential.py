@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from kgopt.rewrite import classes, disguise, known, originals, padding, training, watching
@@ -117,6 +119,24 @@ class Steps:
         self.steps = steps
         self.inner = inner
         self.is_plain = not inner and all(site is None for _, site in steps)
+        self._slices: dict[tuple[str, ...], Steps | None] = {}
+
+    def among(self, names: tuple[str, ...]) -> Steps | None:
+        """Those of a slice with children of these names, where it has sites: what reaches out of it is none there."""
+        if names not in self._slices:
+            self._slices[names] = self._among(names)
+        return self._slices[names]
+
+    def _among(self, names: tuple[str, ...]) -> Steps | None:
+        start = self.names.index(names[0]) if names else 0
+        if not names or self.names[start : start + len(names)] != names:
+            return None  # every second one, the last ones first
+        steps: list[tuple[tuple[Path, ...], FollowedSite | None]] = []
+        for paths, site in self.steps:
+            inside = tuple(path for path in paths if path[0] in names)
+            steps += [(paths, site)] if inside == paths else [((path,), None) for path in inside]
+        found = Steps(names, tuple(steps), tuple(part for part in self.inner if part[0][0] in names))
+        return None if found.is_plain else found
 
     def hold(self, sequential: Any) -> bool:
         """Whether the children are still those, and nobody looks at what goes into or comes out of one inside."""
@@ -245,8 +265,37 @@ def _head_behind(self: Any, plan: Steps, i: int, site: FollowedSite, norm: Any, 
     return None if head is None else (conv, head.option, head.rest)
 
 
+def _sequential_getitem(_kgopt_standing: Standing) -> Any:
+    _kgopt_class, _kgopt_seen = _kgopt_standing.original, _kgopt_standing.seen
+    _kgopt_compiles, _kgopt_part = torch.compiler.is_compiling, _part_of
+
+    def getitem(self: Any, idx: Any) -> Any:
+        if _kgopt_class.__getitem__ is not _kgopt_seen:
+            return _kgopt_standing.replaced(self, idx)
+        if not isinstance(idx, slice):
+            return _kgopt_seen(self, idx)
+        children = OrderedDict(list(self._modules.items())[idx])
+        # Traced code knows no instance of a made class but those that were there.
+        part = _kgopt_class(children)
+        return part if _kgopt_compiles() else _kgopt_part(self, part)
+
+    return disguise.as_original(getitem, _kgopt_seen)
+
+
+def _part_of(whole: Any, part: Any) -> Any:
+    """Gives a slice of a Sequential the sites that are in it."""
+    plan = known.get(whole, "steps")
+    steps = plan.among(tuple(part._modules)) if plan is not None and plan.hold(whole) else None
+    if steps is not None:
+        classes.give(part, type(part), (("sequential",),), steps=steps)
+    return part
+
+
 def _methods(original: Any, _: tuple[Any, ...], stand: classes.Stand) -> dict[str, Any]:
-    return {"forward": _sequential_forward(stand("forward"))}
+    made = {"forward": _sequential_forward(stand("forward"))}
+    if original.__getitem__ is nn.Sequential.__getitem__ and original.__init__ is nn.Sequential.__init__:
+        made["__getitem__"] = _sequential_getitem(stand("__getitem__"))
+    return made
 
 
 classes.add_part("sequential", Part(methods=_methods))
