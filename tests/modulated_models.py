@@ -125,6 +125,16 @@ class Layers(Base):
         return h.relu()
 
 
+class MethodsOfTensors(Base):
+    """Calls of one argument, of what self was read to make: no layers."""
+
+    def forward(self, x, e):
+        scale, shift = self.mlp(e).chunk(2, dim=1)
+        scale = scale.unsqueeze(2).unsqueeze(3)
+        shift = shift.unsqueeze(2).unsqueeze(3)
+        return self.act(scale * self.norm(x) + shift)
+
+
 class ScaleAlone(Base):
     def forward(self, x, e):
         s = self.to_scale(e)[:, :, None, None]
@@ -348,6 +358,7 @@ FUSED = {
     Addcmul: [(True, True, "silu")],
     InPlaceAsNames: [(True, True, "leaky_relu(0.2)")],
     Layers: [(True, True, "relu")],
+    MethodsOfTensors: [(True, True, "silu")],
     ScaleAlone: [(True, False, "silu")],
     ShiftAlone: [(False, True, "silu")],
     ShiftAsName: [(False, True, "silu")],

@@ -39,6 +39,22 @@ def doubled(x):
     return swish(x) * 2
 
 
+def mish(x):
+    return x * (torch.tanh(F.softplus(x)))
+
+
+class Mish(nn.Module):
+    def forward(self, x):
+        return x.mul(F.softplus(x).tanh())
+
+
+class Wide(nn.Module):
+    """Of another softplus, and no gate."""
+
+    def forward(self, x):
+        return torch.tanh(F.softplus(x)) + x * torch.tanh(F.softplus(x, 2.0))
+
+
 class Called(nn.Module):
     def __init__(self):
         super().__init__()
@@ -90,6 +106,44 @@ class Others(Called):
         return by_name(self.norm(x)) + by_name(self.norm(x), "tanh") + gated(self.norm(x)) + doubled(self.norm(x))
 
 
+class Mishes(Called):
+    def __init__(self):
+        super().__init__()
+        self.mish, self.wide = Mish(), Wide()
+
+    def forward(self, x):
+        h = self.mish(self.norm(x))
+        return mish(self.norm(h)) + self.wide(self.norm(h))
+
+
+class Choices(Called):
+    """Branches that are written as expressions."""
+
+    acts, norms = True, True
+
+    def forward(self, x):
+        h = self.norm(self.conv(x))
+        h = F.silu(h) if self.acts else h
+        h = self.norm(self.conv(h)) if self.norms else self.conv(h)
+        h = F.relu(h)
+        y = self.norm(self.conv(h))
+        y = y if not self.acts else torch.tanh(y)
+        y = self.norm(self.conv(y))
+        return F.gelu(y) if self.acts else x if self.norms else F.relu(y)
+
+
+@pytest.mark.parametrize("acts", [False, True])
+@pytest.mark.parametrize("norms", [False, True])
+def test_choices(acts, norms, ran):
+    net, original = pair(Choices)
+    for model in (net, original):
+        model.acts, model.norms = acts, norms
+    check(net, original)
+    found = ["silu" if acts else "none", *(["relu"] if norms else []), "tanh" if acts else "none"]
+    assert ran == [*found, *(["gelu"] if acts else [] if norms else ["relu"])]  # what nobody reads is not computed
+    check_compiled(net, original)
+
+
 @pytest.mark.parametrize(
     ("make", "acts"),
     [
@@ -98,6 +152,7 @@ class Others(Called):
         (ReadTwice, ["none"]),
         (OfOthers, ["none"]),
         (Exported, ["silu"]),
+        (Mishes, ["mish", "mish", "none"]),
         (Others, ["gelu", "tanh", "silu", "none"]),
     ],
 )

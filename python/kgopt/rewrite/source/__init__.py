@@ -21,7 +21,7 @@ expressions       small questions about expressions
 trees             small changes of trees
 quiet             code that changes no tensor
 method            one method: its tree, and what names mean in it
-sink              an activation behind a branch moves into it
+sink              an activation behind a branch moves into it; expressions that are branches
 chains            chains become sites
 modulated_begins  calls whose value may wait: norms, and what only the running code names
 modulated_values  what is known of one such value, and how that is written
@@ -72,7 +72,7 @@ from kgopt.rewrite.source.norm_calls import calls_norms as calls_norms
 from kgopt.rewrite.source.norm_calls import calls_norms_in, replace_norm_calls
 from kgopt.rewrite.source.padded import Paddings, pads_in
 from kgopt.rewrite.source.padded import pads as pads
-from kgopt.rewrite.source.sink import sink
+from kgopt.rewrite.source.sink import sink, spread
 from kgopt.rewrite.source.sums import Sums
 from kgopt.rewrite.source.upsampled import Upsamplings
 from kgopt.rewrite.standing import Standing
@@ -111,6 +111,7 @@ def _rewrite(method: Method, gives: bool = False) -> list[Found]:
         if inner is not None:
             inside += _rewrite(inner)
             tree.body = inner.tree.body
+    spread(method.tree.body)
     sink(method, method.tree.body)
     found = Chains(method).run()
     Heads(method).run()

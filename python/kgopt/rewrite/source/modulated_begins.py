@@ -7,6 +7,8 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+import torch
+
 from kgopt.rewrite.modules import MORE
 from kgopt.rewrite.source.expressions import (
     called_of,
@@ -22,6 +24,8 @@ from kgopt.rewrite.source.norm_calls import is_norm_call, parts_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
 from kgopt.rewrite.source.trees import call_of, forgotten, moved_out
 
+# Of ``gamma.unsqueeze(2)``, where self was read to make gamma; the other names are those of layers as a rule.
+_OF_TENSORS = set(dir(torch.Tensor)) - {"norm", "relu", "prelu", "sigmoid", "tanh", "softmax"}
 _VERBS = "begin", "begin_with", "begin_more", "step", "wait"
 
 
@@ -52,7 +56,7 @@ class OpenCalls:
         if isinstance(e, ast.Attribute):
             if self.method.path(e) is not None:
                 return self.method.what(e)[0] == "open"
-            return e.attr not in ("add", "add_") and self.is_open(e.value)
+            return e.attr not in _OF_TENSORS and self.is_open(e.value)
         if not isinstance(e, ast.Call) or len(e.args) != 2 or e.keywords:
             return False
         return self.method.function(e.func) is getattr and all(is_quiet(self.method, a, []) for a in e.args)

@@ -1,8 +1,11 @@
-"""An activation behind a branch that ends in norms: it moves into the branch, where it can join them."""
+"""An activation behind a branch that ends in norms: it moves into the branch, where it can join them. And branches that
+are written as expressions.
+"""
 
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 from kgopt.rewrite.meanings import describe_method
 from kgopt.rewrite.source.expressions import is_name, of_one_argument
@@ -30,6 +33,29 @@ def sink(method: Method, body: list[ast.stmt]) -> None:
             if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 sink(method, block)
         k += 1
+
+
+def spread(body: list[ast.stmt]) -> None:
+    """``h = self.act(h) if self.acts else h`` becomes a branch with a statement on either side, as do those in it."""
+    for k, statement in enumerate(body):
+        choice = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
+        if isinstance(choice, ast.IfExp) and any(isinstance(n, ast.Call) for n in (choice.body, choice.orelse)):
+            yes, no = (_with_value(statement, side) for side in (choice.body, choice.orelse))
+            nothing = ast.copy_location(ast.Pass(), statement)
+            body[k] = statement = ast.copy_location(ast.If(choice.test, yes or [nothing], no), statement)
+        if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            for block in blocks(statement):
+                spread(block)
+
+
+def _with_value(statement: Any, value: ast.expr) -> list[ast.stmt]:
+    """A statement with another value; nothing, where that is what its variable holds."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    if isinstance(value, ast.Name) and len(targets) == 1 and is_name(targets[0], value.id):
+        return []
+    made = copied(statement)
+    made.value = value
+    return [made]
 
 
 def _tails(method: Method, statement: ast.If) -> set[str]:

@@ -43,6 +43,7 @@ _COMPARED = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+_GATED = {"sigmoid": "silu", "softplus+tanh": "mish"}  # by the gate: what x times it is
 _SELF: dict[str, Any] = {}  # an object whose attributes nobody may read
 _X = "x"  # the value that a forward is given
 Act = tuple[str, bool]  # an activation of it: its name, and whether it writes into it
@@ -70,7 +71,8 @@ class _Kept:
                 found = read()
             except (UnreadError, CannotRewriteError):
                 found = None
-            self.known[key] = found.what if isinstance(found, _Value) else None
+            is_one = isinstance(found, _Value) and "+" not in found.what[0]
+            self.known[key] = found.what if is_one else None  # type: ignore[union-attr]
             if len(self.places) > count:  # the other branches call other functions
                 self.is_unchanged = self.places.check()
         return self.known[key]
@@ -200,14 +202,21 @@ class _Reading(Reading):
         raise UnreadError
 
     def product(self, a: Any, b: Any) -> Any:
-        """``x * sigmoid(1 * x)`` is silu."""
+        """``x * sigmoid(1 * x)`` is silu, ``x * tanh(softplus(x))`` mish."""
         self.places.read(torch.Tensor, "__mul__")
         whats = [v.what if isinstance(v, _Value) else v for v in (a, b)]
         if type(whats[0]) in (int, float) and whats[0] == 1 and whats[1] == _X and isinstance(b, _Value):
             return b
-        if all(isinstance(v, _Value) for v in (a, b)) and whats in ([_X, ("sigmoid", False)], [("sigmoid", False), _X]):
-            return _Value(("silu", False))
-        raise UnreadError
+        if not self.is_x(a) and not self.is_x(b):
+            raise UnreadError
+        return self.gated(b if self.is_x(a) else a, False)
+
+    def gated(self, gate: Any, inplace: bool) -> _Value:
+        """x times a gate that is computed of it."""
+        act = gate.what if isinstance(gate, _Value) else ""
+        if type(act) is not tuple or act[0] not in _GATED or act[1]:
+            raise UnreadError
+        return _Value((_GATED[act[0]], inplace))
 
     def call(self, e: ast.Call) -> Any:
         if any(isinstance(a, ast.Starred) for a in e.args) or any(w.arg is None for w in e.keywords):
@@ -216,26 +225,31 @@ class _Reading(Reading):
         words = {str(w.arg): self.value(w.value) for w in e.keywords}
         function = self.resolved(e.func)
         if function is None:
-            if not isinstance(e.func, ast.Attribute) or not self.is_x(self.value(e.func.value)):
+            if not isinstance(e.func, ast.Attribute):
                 raise UnreadError
+            of = self.value(e.func.value)
             if hasattr(torch.Tensor, e.func.attr):
                 self.places.read(torch.Tensor, e.func.attr)
-            gate = args[0] if len(args) == 1 and not words else None
-            if e.func.attr in ("mul", "mul_") and isinstance(gate, _Value) and gate.what == ("sigmoid", False):
-                return _Value(("silu", e.func.attr == "mul_"))
-            return self.act(describe_method(e.func.attr, args, words))
-        node = describe_function(function, args[1:], words, users=False) if args and self.is_x(args[0]) else None
+            if e.func.attr in ("mul", "mul_") and self.is_x(of) and len(args) == 1 and not words:
+                return self.gated(args[0], e.func.attr == "mul_")
+            return self.act(of, describe_method(e.func.attr, args, words))
+        first = args[0] if args else None
+        node = describe_function(function, args[1:], words, users=False) if isinstance(first, _Value) else None
         if node is not None:
-            return self.act(node)
+            return self.act(first, node)
         return self.small.call(function, args, words, self.depth + 1)
 
     def is_x(self, value: Any) -> bool:
         return isinstance(value, _Value) and value.what == _X
 
-    def act(self, node: Any) -> _Value:
-        if node is None or node.kind != "act":
+    def act(self, of: Any, node: Any) -> _Value:
+        if node is None or node.kind != "act" or not isinstance(of, _Value):
             raise UnreadError
-        return _Value((node.name, node.inplace))
+        if self.is_x(of):
+            return _Value((node.name, node.inplace))
+        if of.what[1] or node.inplace:
+            raise UnreadError
+        return _Value((f"{of.what[0]}+{node.name}", False))
 
     def resolved(self, e: ast.expr) -> Any:
         """Also ``getattr(F, name)``."""

@@ -129,9 +129,7 @@ class Sums:
         called = e.func
         if isinstance(called, ast.Name):
             return called.id in self.method.locals - self.method.hidden
-        # ``h.matmul(w)``, where self is read to make h; but ``self.norm`` is none of a tensor.
-        may_be_of_tensor = isinstance(called, ast.Attribute) and hasattr(torch.Tensor, called.attr)
-        return self._is_open(called) and (not may_be_of_tensor or self.method.path(called) is not None)
+        return self._is_open(called)
 
     def _scaled(self, e: Any) -> _Scaled | None:
         """``(a + b) / c``, ``(a + b) * c``, ``2 * (a + b)``: what is scaled, the site's method, and how."""
