@@ -216,6 +216,11 @@ class Inner(Base):
         return self.last(self.activate(out)) * scale
 
 
+class Inherits(Inner):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
 class Counts(Base):
     """Functions that do more than a method's code may."""
 
@@ -239,15 +244,16 @@ class Counts(Base):
 
 @pytest.mark.parametrize("use", [False, True])
 @pytest.mark.parametrize("train", [False, True])
-def test_functions_inside_a_method(use, train, ran):
-    ours, original = pair(lambda: Inner(use), train=train)
+@pytest.mark.parametrize("net", [Inner, Inherits])
+def test_functions_inside_a_method(net, use, train, ran):
+    ours, original = pair(lambda: net(use), train=train)
     check(ours, original, (2, 2, 5, 6))
     assert ran[:2] == ["relu", "sum none"]
     check_compiled(ours, original, (2, 2, 5, 6))
     for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         check(twin, original, (2, 2, 5, 6))
-    for net in (ours, original):
-        net.other = nn.Identity()
+    for model in (ours, original):
+        model.other = nn.Identity()
     ran.clear()
     check(ours, original, (2, 2, 5, 6))
     assert "sum none" not in ran

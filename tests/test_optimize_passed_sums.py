@@ -86,7 +86,36 @@ class ConvBetween(Base):
         return y + x
 
 
-FORMS = {Branch: ["none"], Compared: ["none"], InPlace: ["none"], Passed: ["relu"], Nested: ["none"], ConvBetween: []}
+class EitherWay(Base):
+    """Both branches give something."""
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        if self.skips:
+            y = self.drop(y) + x
+            y = self.act(y)
+        else:
+            y = self.act(y * 2)
+        return y
+
+
+class Returned(Base):
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        return self.act(x + y) if self.skips else self.drop(y)
+
+
+class Chosen(Base):
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        y = y + x if self.skips else y
+        return self.conv2(y)
+
+
+FORMS = {
+    **{Branch: ["none"], Compared: ["none"], InPlace: ["none"], Passed: ["relu"], Nested: ["none"], ConvBetween: []},
+    **{EitherWay: ["relu"], Returned: ["relu"], Chosen: ["none"]},
+}
 
 
 @pytest.mark.parametrize("make", FORMS)

@@ -8,7 +8,7 @@ import ast
 from typing import Any
 
 from kgopt.rewrite.meanings import describe_method
-from kgopt.rewrite.source.expressions import is_name, of_one_argument
+from kgopt.rewrite.source.expressions import is_name, is_plain_load, of_one_argument
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.names import blocks, copied, walk
 
@@ -39,7 +39,7 @@ def spread(body: list[ast.stmt]) -> None:
     """``h = self.act(h) if self.acts else h`` becomes a branch with a statement on either side, as do those in it."""
     for k, statement in enumerate(body):
         choice = statement.value if isinstance(statement, (ast.Assign, ast.Return)) else None
-        if isinstance(choice, ast.IfExp) and any(isinstance(n, ast.Call) for n in (choice.body, choice.orelse)):
+        if isinstance(choice, ast.IfExp) and not all(map(is_plain_load, (choice.body, choice.orelse))):
             yes, no = (_with_value(statement, side) for side in (choice.body, choice.orelse))
             nothing = ast.copy_location(ast.Pass(), statement)
             body[k] = statement = ast.copy_location(ast.If(choice.test, yes or [nothing], no), statement)

@@ -222,10 +222,10 @@ class Sums:
     def _sum_in_branch(
         self, body: list[ast.stmt], k: int, last: int, between: list[str], early: list[ast.stmt]
     ) -> bool:
-        """``if self.has_skip: h = self.drop_path(h) + x``: where that is not so, the value is computed there."""
+        """``if self.has_skip: h = self.drop_path(h) + x`` or ``return h + x``: else the value is computed there."""
         branch: Any = body[last]
         target = str(self.method.target(body[k]))
-        is_branch = isinstance(branch, ast.If) and not branch.orelse and self._is_test(branch.test)
+        is_branch = isinstance(branch, ast.If) and self._is_test(branch.test)
         if not is_branch or target in reads(branch.test):
             return False
         rest = (i for i, s in enumerate(branch.body) if not self._lets_wait(s, target, between, early))
@@ -234,13 +234,16 @@ class Sums:
             return False
         statement = branch.body[i]
         anew = isinstance(statement, ast.Assign) and self.method.target(statement) == target
-        if not (anew or isinstance(statement, (ast.AugAssign, ast.Expr))):
+        if not (anew or isinstance(statement, (ast.AugAssign, ast.Expr, ast.Return))):
             return False
         if not self._add(body[k], branch.body, i, between, early):
             return False
         call: Any = body[k].value  # type: ignore[attr-defined]
         read = ast.Name(target, ast.Load())
-        branch.orelse = [assign(target, call_of(call.func.value.id, "now", [read], branch), branch)]
+        now = assign(target, call_of(call.func.value.id, "now", [read], branch), branch)
+        branch.orelse = [now, *branch.orelse]
+        self._act_on(branch.body[i], self._is_sum, self._join)
+        self._act_behind_all(branch.body, self._is_sum, self._join)
         return True
 
     def _reads_in_branch(self, s: ast.stmt, name: str) -> bool:
