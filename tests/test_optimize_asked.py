@@ -19,8 +19,12 @@ SHAPE = (2, 4, 5, 6)
 
 @pytest.fixture
 def done(monkeypatch):
-    """The activations of the norms that were scaled and shifted in one op."""
-    return note_sites(monkeypatch, run_modulated=lambda site, norm, x, factor, shift, act="none", *_: act)
+    """The activations of the norms that were scaled and shifted, or added, in one op."""
+    return note_sites(
+        monkeypatch,
+        run_modulated=lambda site, norm, x, factor, shift, act="none", *_: act,
+        run_added=lambda site, norm, x, other, act, *_: f"sum {act}",
+    )
 
 
 def unsqueeze_to(x, ndim):
@@ -169,8 +173,34 @@ class Returned(Base):
         return x * h.ndim + h.shape[1]
 
 
+class Sums(Base):
+    """Sums, whose operand or branch depends on the sizes."""
+
+    acts = ("sum relu", "sum none", "sum none")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.short = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        h = self.norm(self.conv(x))
+        identity = x
+        if h.shape[1] != 4:
+            identity = self.short(x)
+        h = F.relu(h + identity)
+        y = self.norm(self.conv(h))
+        if y.shape == h.shape:
+            y += h
+        sizes = y.shape
+        z = self.norm(self.conv(y))
+        rank = z.ndim
+        dtype = z.dtype
+        z = z + y
+        return z.view(sizes[0], -1).to(dtype) * rank
+
+
 pair = functools.partial(optimize_pairs.pair, std=0.5)
-NETS = (Helper, Function, Like, Questions, Viewed, Writes, Nested, Returned)
+NETS = (Sums, Helper, Function, Like, Questions, Viewed, Writes, Nested, Returned)
 
 
 @pytest.mark.parametrize("make", NETS)

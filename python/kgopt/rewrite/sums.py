@@ -57,15 +57,24 @@ class Later:
         """What the module itself gives."""
         return plans.through(self.module, self.x)
 
-    def plus(self, other: Any, divisor: Any, act: str = "none", prelu: Any = None) -> Tensor | None:
-        """The sum and the activation behind it in one op; None where no op does that, or PyTorch's rules of shapes,
-        dtypes and layouts have something to do.
-        """
+    def _kind(self) -> tuple[Tensor, list[int], torch.dtype]:
+        """The tensor that is read; the result's sizes and dtype."""
         x, plan = self.x, self.plan
         x = x.x if type(x) in (Upsampled, plans.Repeated) else x
         x = x.operands[-1] if type(x) is plans.Normalized else x
         sizes = plan.sizes if plan is not None else [*x.shape[:2], *(2 * s for s in x.shape[2:])]
-        dtype = x.dtype if plan is None or plan.cast is None else plan.cast
+        return x, sizes, x.dtype if plan is None or plan.cast is None else plan.cast
+
+    def like(self) -> Tensor:
+        """A tensor of its sizes, dtype and device that has no elements of its own."""
+        x, sizes, dtype = self._kind()
+        return x.new_empty((), dtype=dtype).expand(sizes)
+
+    def plus(self, other: Any, divisor: Any, act: str = "none", prelu: Any = None) -> Tensor | None:
+        """The sum and the activation behind it in one op; None where no op does that, or PyTorch's rules of shapes,
+        dtypes and layouts have something to do.
+        """
+        (x, sizes, dtype), plan = self._kind(), self.plan
         if type(other) is not Tensor or other.dtype is not dtype or other.device != x.device:
             return None
         if list(other.shape) != sizes or not lies_as(other, x):
@@ -96,6 +105,9 @@ class LaterNorm(Later):
     def __init__(self, norm: Any, x: Any, site: Site, begun: NormArgs | bool) -> None:
         self.module, self.x, self.plan = norm, x, None
         self.site, self.begun = site, begun
+
+    def _kind(self) -> tuple[Tensor, list[int], torch.dtype]:
+        return self.x, list(self.x.shape), self.site.dtype_of(self.module, self.x)
 
     def plus(self, other: Any, divisor: Any, act: str = "none", prelu: Any = None) -> Tensor | None:
         """Also the sum of one value a sample and channel."""
@@ -297,6 +309,14 @@ class Sum(Behind):
             if isinstance(inside, nn.Sequential) and not is_hooked(inside) and all_change_nothing(owner, between):
                 return _last_later(inside, x)
         return plans.through(module, x)
+
+    def like(self, value: Any) -> Any:
+        """A tensor that has the sizes and the device of what waits."""
+        return value.like() if isinstance(value, Later) else value
+
+    def dtype_of(self, value: Any) -> Any:
+        """``value.dtype``."""
+        return self.like(value).dtype
 
     def finish(self, a: Any, b: Any) -> Any:
         """``a + b``."""

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from kgopt.rewrite.chain import Chain
 from kgopt.rewrite.modulated import Modulation
 from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.expressions import asks
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.modulated_begins import Begins
 from kgopt.rewrite.source.names import Live
 from kgopt.rewrite.source.norm_calls import site_of
-from kgopt.rewrite.source.trees import assign, become, call_of, replace
+from kgopt.rewrite.source.trees import answer, assign, become, call_of, replace
 
 
 @dataclass
@@ -115,7 +114,7 @@ class Value:
                 replace(s, edit.old, edit.new)
             site.written[s] = edit.waits, self
         for tree, name in self.asked:
-            self._answer(tree, name)
+            answer(tree, name, site.name)
         for s, (block, name) in self.stops.items():
             site.put_now(block, block.index(s), name, s)
         for block, s, name in self.ends:
@@ -125,12 +124,3 @@ class Value:
         if path is not None and kind == "norm":
             uses = self.uses
             site.chains.append((path, Chain(norm, scaled=uses.scaled, shifted=uses.shifted, post=uses.act)))
-
-    def _answer(self, tree: ast.AST, name: str) -> None:
-        """``h.ndim`` becomes ``_kgopt_mod.like(h).ndim``, and ``h.dtype`` ``_kgopt_mod.dtype_of(h)``."""
-        for question in asks(tree, name):
-            value = question.value
-            if question.attr == "dtype":
-                become(question, self.site.call("dtype_of", [value], value))
-            else:
-                question.value = self.site.call("like", [value], value)

@@ -21,13 +21,14 @@ from kgopt.rewrite.source.expressions import (
     is_plain,
     is_test,
     of_one_argument,
+    reads_value,
 )
 from kgopt.rewrite.source.method import Method
 from kgopt.rewrite.source.modulated_begins import OpenCalls
 from kgopt.rewrite.source.names import blocks, copied, liveness, loads, outside_scopes, reads, walk, writes
 from kgopt.rewrite.source.norm_calls import is_norm_call, site_of, waiting_call
 from kgopt.rewrite.source.quiet import is_quiet
-from kgopt.rewrite.source.trees import as_function, assign, become, call_of, forgotten, replace
+from kgopt.rewrite.source.trees import answer, as_function, assign, become, call_of, forgotten, replace
 from kgopt.rewrite.sums import Activated, Sum
 
 _FINISHED = ("finish", "finish_in_place", "finish_by", "finish_over", "finish_times")  # methods that give a sum
@@ -174,7 +175,7 @@ class Sums:
         if target is None or call is None or not self._can_wait(call):
             return
         between: list[str] = []
-        early: list[ast.stmt] = []  # statements that may read the value
+        early: list[ast.stmt] = []  # statements that may read the value, or ask for its sizes
         last = k + 1
         while last < len(body):
             if target in reads(body[last]) and self._sum_in_branch(body, k, last, [*between], [*early]):
@@ -190,7 +191,10 @@ class Sums:
         if self._reads_in_branch(s, name) or self._passes(s, name):
             early.append(s)
             return True
-        return name not in reads(s) | writes(s) and self._is_harmless(s, between)
+        if reads_value(s, name) or name in writes(s) or not self._is_harmless(s, between):
+            return False
+        early.append(s)  # which may ask for its sizes
+        return True
 
     def _add(self, first: ast.stmt, body: list[ast.stmt], last: int, between: list[str], early: list[ast.stmt]) -> bool:
         """Writes the sum that a statement computes of what the first one calls; whether it is one."""
@@ -226,7 +230,7 @@ class Sums:
         branch: Any = body[last]
         target = str(self.method.target(body[k]))
         is_branch = isinstance(branch, ast.If) and self._is_test(branch.test)
-        if not is_branch or target in reads(branch.test):
+        if not is_branch or reads_value(branch.test, target):
             return False
         rest = (i for i, s in enumerate(branch.body) if not self._lets_wait(s, target, between, early))
         i = next(rest, None)
@@ -240,6 +244,7 @@ class Sums:
             return False
         call: Any = body[k].value  # type: ignore[attr-defined]
         read = ast.Name(target, ast.Load())
+        answer(branch.test, target, call.func.value.id)
         now = assign(target, call_of(call.func.value.id, "now", [read], branch), branch)
         branch.orelse = [now, *branch.orelse]
         self._act_on(branch.body[i], self._is_sum, self._join)
@@ -257,6 +262,9 @@ class Sums:
             if self._passes(statement, name):
                 call: Any = statement.value  # type: ignore[attr-defined]
                 replace(statement, call, call_of(sum_name, "skip", [call.func, *call.args], call))
+                continue
+            if not reads_value(statement, name):
+                answer(statement, name, sum_name)
                 continue
             for load in loads(statement, name):
                 replace(statement, load, call_of(sum_name, "now", [load], load))

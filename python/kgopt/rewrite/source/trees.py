@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TypeVar
 
+from kgopt.rewrite.source.expressions import asks
 from kgopt.rewrite.source.names import copied, walk
 
 Node = TypeVar("Node", bound=ast.AST)
@@ -62,6 +63,16 @@ def forgotten(name: str, last: ast.stmt) -> list[ast.stmt]:
     """``name = None`` behind the last statement that reads a variable: what it held lives no longer."""
     none = assign(name, ast.copy_location(ast.Constant(None), last), last)
     return [] if isinstance(last, ast.Return) else [none]
+
+
+def answer(tree: ast.AST, name: str, site: str) -> None:
+    """``h.ndim`` becomes ``site.like(h).ndim``, and ``h.dtype`` ``site.dtype_of(h)``, where h is no tensor yet."""
+    for question in asks(tree, name):
+        value = question.value
+        if question.attr == "dtype":
+            become(question, call_of(site, "dtype_of", [value], value))
+        else:
+            question.value = call_of(site, "like", [value], value)
 
 
 def replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
