@@ -243,7 +243,7 @@ class Site:
         """
         x, norm = operands[-1], operands[self.norm_at]
         call = None if _is_compiling() else self._handed(norm)
-        is_narrowed = _is_narrowed(norm, x)
+        is_narrowed = hasattr(type(norm), "_kgopt_derived") and _is_narrowed(norm, x)
         if call is not None:
             (_, n), cast = call[1], call[2]
             half = half or is_narrowed
@@ -364,7 +364,7 @@ class Site:
         if not (x.is_contiguous() or keeps_format(norm)):
             return None  # PyTorch's norm gives a contiguous tensor, and what the sum is depends on both
         autocast = torch.is_autocast_enabled(x.device.type) and x.is_cuda
-        is_narrowed = _is_narrowed(norm, x)
+        is_narrowed = hasattr(type(norm), "_kgopt_derived") and _is_narrowed(norm, x)
         if autocast and is_narrowed and prelu is not None:
             return None
         half = autocast and (self.keeps_dtype or is_narrowed) and prelu is None
@@ -452,7 +452,7 @@ class Site:
         Each of the two is None, or :meth:`may_modulate` said yes. None where act runs by rules of its own.
         """
         autocast = torch.is_autocast_enabled(x.device.type)
-        is_narrowed = _is_narrowed(norm, x)
+        is_narrowed = hasattr(type(norm), "_kgopt_derived") and _is_narrowed(norm, x)
         half = autocast and x.is_cuda and (self.keeps_dtype or is_narrowed)
         if autocast and (prelu is not None or (half and "softplus" in act)):
             return None
@@ -543,7 +543,10 @@ class Site:
 
 
 def _is_narrowed(norm: Any, x: Tensor) -> bool:
-    """Whether a norm of a user's class computes x in float32 and gives x's half precision back, under autocast, too."""
+    """Whether a norm of a user's class computes x in float32 and gives x's half precision back, under autocast, too.
+
+    Eager calls ask first whether it is one: a call of a function takes time.
+    """
     derived = getattr(type(norm), "_kgopt_derived", None)
     return derived is not None and derived.is_narrowed(norm, x)
 
