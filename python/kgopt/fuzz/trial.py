@@ -71,9 +71,10 @@ def _same_state(model: nn.Module, expected: dict[str, Tensor], when: str) -> Non
 
 
 def _optimized(case: Json, model: nn.Module, device: str) -> nn.Module:
-    example = None
+    example = given = None
     if case["example"]:
         example = input_of(case, case["calls"][0] | {"format": "contiguous"}, 0, DTYPES[case["dtype"]]).to(device)
+        given = example.clone()
     model.train(case["optimized_in"] == "train")
     state = {k: t.clone() for k, t in model.state_dict().items()}
     random = torch.get_rng_state()
@@ -94,6 +95,8 @@ def _optimized(case: Json, model: nn.Module, device: str) -> nn.Module:
         if same is not model:
             raise DifferenceError("optimize returns another model")
     _same_state(model, state, "after optimize")
+    if example is not None and given is not None and not same_bits(example, given):
+        raise DifferenceError("optimize leaves other example inputs")
     if not torch.equal(random, torch.get_rng_state()):
         raise DifferenceError("optimize draws random numbers")
     str(kgopt.report(model))
