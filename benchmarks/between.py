@@ -16,8 +16,6 @@ and slower in images.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kgopt  # noqa: F401
-from events import busy_of_few, keep
+from events import busy_of_few, keep, parsed
 from kgopt._layout import FORMATS
 from kgopt.rewrite import glue
 
@@ -82,12 +80,7 @@ def measure(case: Any, dtype: str, last: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="", help="cases of this kind")
-    parser.add_argument("--dtype", choices=list(DTYPES), action="append")
-    parser.add_argument("--commit", default=None, help="where the tree's own is not the wheel's")
-    args = parser.parse_args()
+    args = parsed(__doc__, DTYPES, only="cases of this kind")
     torch.backends.cudnn.allow_tf32 = False
     rows = []
     for case in (case for case in CASES if args.only in ("", case[0])):

@@ -17,9 +17,7 @@ with 27 passes launches count.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kgopt  # noqa: F401
-from events import busy_of_few, keep
+from events import busy_of_few, keep, parsed
 from kgopt._layout import FORMATS
 
 OPS = torch.ops.kgopt
@@ -104,12 +102,7 @@ def measure(shape: Any, dtype: str, last: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="", help="shapes of this name")
-    parser.add_argument("--dtype", choices=list(DTYPES), action="append")
-    parser.add_argument("--commit", default=None, help="where the tree's own is not the wheel's")
-    args = parser.parse_args()
+    args = parsed(__doc__, DTYPES, only="shapes of this name")
     torch.backends.cudnn.allow_tf32 = False
     rows = []
     for shape in SHAPES:

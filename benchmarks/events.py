@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ def busy_of_few(call: Callable[[], Any]) -> float:
     """The same of one call where that takes milliseconds: PyTorch's may take half a second."""
     once = busy(call, 1)
     return once if once > 5e3 else busy(call)
+
+
+def parsed(doc: str | None, dtypes: Iterable[str], only: str) -> argparse.Namespace:
+    """The command line of a script with rows of several dtypes; ``only``: what ``--only`` leaves."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help=only)
+    parser.add_argument("--dtype", choices=list(dtypes), action="append")
+    parser.add_argument("--commit", default=None, help="where the tree's own is not the wheel's")
+    return parser.parse_args()
 
 
 def keep(path: Path | None, rows: list[Any], commit: str | None) -> None:

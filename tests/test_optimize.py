@@ -539,6 +539,8 @@ def test_what_a_model_writes_to_its_example_inputs_is_put_back(measure, train, d
         inside = kept.clone()
         kgopt.optimize(model, inside, measure=measure)
         assert torch.equal(inside, kept)
+        later = nn.Sequential(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()).to(device)
+        kgopt.optimize(later, inside[:1].expand(2, -1, -1, -1), measure=measure)  # to which nobody can write
     with torch.no_grad():
         model(x)
     assert torch.equal(x, F.elu(kept, 0.5))

@@ -27,6 +27,11 @@ def is_channels_last(t: Tensor) -> bool:
     return True
 
 
+def is_expanded(t: Tensor) -> bool:
+    """Whether elements of a strided tensor share memory."""
+    return any(step == 0 and size > 1 for size, step in zip(t.shape, t.stride(), strict=True))
+
+
 def is_dense_channels_last(x: Tensor) -> bool:
     """channels_last without gaps, and no contiguous tensor as well, which sizes of 1 would allow."""
     return x.dim() in FORMATS and not x.is_contiguous() and x.is_contiguous(memory_format=FORMATS[x.dim()])

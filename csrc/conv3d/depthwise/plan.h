@@ -372,23 +372,9 @@ inline DepthwisePlan plan_depthwise(const ConvProblem& q, const DeviceLimits& li
   return plan_depthwise_pass(depthwise_pass(q, of_dx), limits);
 }
 
-// The positions that meet each other in the gradient of the weight: those of `still` as outputs, of `moved` as inputs.
-inline DepthwisePass depthwise_wgrad_pass(const ConvProblem& q) {
-  DepthwisePass s;
-  s.n = q.n;
-  s.channels = q.c_out;
-  for (int i = 0; i < 3; ++i) {
-    s.in[i] = q.transposed ? q.out[i] : q.in[i];
-    s.out[i] = q.transposed ? q.in[i] : q.out[i];
-    s.kernel[i] = q.kernel[i];
-    s.stride[i] = q.stride[i];
-    s.padding[i] = q.padding[i];
-    s.dilation[i] = q.dilation[i];
-  }
-  s.dtype = q.dtype;
-  s.planar = q.planar;
-  return s;
-}
+// The positions that meet each other in the gradient of the weight: those of `still` as outputs, of `moved` as inputs,
+// as in the pass that gathers.
+inline DepthwisePass depthwise_wgrad_pass(const ConvProblem& q) { return depthwise_pass(q, /*of_dx=*/q.transposed); }
 
 inline DepthwiseWgradPlan plan_depthwise_wgrad_pass(const DepthwisePass& s, const DeviceLimits& limits) {
   using namespace depthwise_detail;

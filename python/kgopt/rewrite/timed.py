@@ -67,7 +67,7 @@ class TimedModel:
     @contextlib.contextmanager
     def trial(self, grad: bool) -> Iterator[None]:
         """The model may be called, and afterwards nothing has happened to it or to its inputs."""
-        put_back = snapshot(self.root, [t for t in tree_leaves(self.example) if isinstance(t, Tensor)])
+        put_back = snapshot(self.root, self.example)
         # In inference mode nothing can be saved for a backward, whatever is enabled.
         with torch.set_grad_enabled(grad and not torch.is_inference_mode_enabled()):
             try:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from kgopt._layout import is_expanded
 from kgopt.rewrite import known
 from kgopt.rewrite.disguise import become, original_class
-from kgopt.torch_private import version_of
+from kgopt.torch_private import tree_leaves, version_of
 
 # Two threads that optimize or restore one model take turns; those that call it do not wait.
 LOCK = threading.RLock()
@@ -84,10 +85,12 @@ def all_or_nothing(root: nn.Module, undo: Callable[[], Any]) -> Iterator[None]:
         raise
 
 
-def snapshot(root: nn.Module, given: Sequence[Tensor] = ()) -> Callable[[], None]:
-    """Puts back a model's buffers, what it wrote to tensors that it was given, and the random state of all devices."""
+def snapshot(root: nn.Module, given: Any = None) -> Callable[[], None]:
+    """Puts back a model's buffers, what it wrote to the tensors in ``given``, and the random state of all devices."""
     buffers = {name: b.detach().clone() for name, b in root.named_buffers() if not is_lazy(b)}
-    held = [(t, None if t.is_inference() else version_of(t), t.detach().clone()) for t in given]
+    tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+    written = [t for t in tensors if t.layout is not torch.strided or not is_expanded(t)]  # nobody may write to others
+    held = [(t, None if t.is_inference() else version_of(t), t.detach().clone()) for t in written]
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
@@ -97,7 +100,7 @@ def snapshot(root: nn.Module, given: Sequence[Tensor] = ()) -> Callable[[], None
                 if name in buffers and b.shape == buffers[name].shape:
                     b.copy_(buffers[name])
         for t, version, value in held:
-            if t.is_inference() or version is None or version_of(t) != version:
+            if version is None or version_of(t) != version:
                 with torch.no_grad(), torch.inference_mode(t.is_inference()):
                     t.copy_(value)
         torch.set_rng_state(cpu)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def random_states(device: torch.device) -> Any:
 
 
 @contextlib.contextmanager
-def undone(root: nn.Module, given: Sequence[Tensor] = ()) -> Iterator[None]:
+def undone(root: nn.Module, given: Any = None) -> Iterator[None]:
     """Afterwards the calls of a model have changed neither its buffers, nor what it was given, nor a random state."""
     put_back, drawn = snapshot(root, given), random.getstate()
     numpy = sys.modules.get("numpy")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kgopt._layout import is_expanded
 from kgopt.rewrite.graphs import machine
 from kgopt.torch_private import conv_precision, len_torch_function_stack, tree_map
 
@@ -107,7 +108,7 @@ def like(t: Tensor) -> Tensor:
     Raises:
         RefusedError: elements of t share memory.
     """
-    if any(step == 0 and size > 1 for size, step in zip(t.shape, t.stride(), strict=True)):
+    if is_expanded(t):
         raise RefusedError("a tensor is expanded: its elements share memory")
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
 

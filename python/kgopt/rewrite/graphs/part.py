@@ -111,8 +111,7 @@ def record(
         return 0.0
     # Below the part of the class, so that hooks of the root are not called.
     plain = classes.make_class(*_without(root)).forward
-    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    with torch.no_grad(), undone(root, given):
+    with torch.no_grad(), undone(root, (args, kwargs)):
         state.call(plain, root, args, kwargs, seen=True, timed=not known_seconds, asks=asks)
     made = [c for c in state.calls.values() if isinstance(c, Recording)]
     return (known_seconds or made[-1].after) if made else 0.0
