@@ -127,15 +127,6 @@ def test_statistics_in_training_are_updated_at_each_call(fake):
     assert fake.recorded == 0
 
 
-def test_gradients_are_not_recorded(fake):
-    model = net()
-    run = compiled(model)
-    for _ in range(3):
-        run(torch.randn(2, 3, 8, 7)).sum().backward()
-    assert fake.recorded == 0
-    assert model[0].weight.grad is not None
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(("option", "replays"), [("auto", False), (True, True), (False, False)])
 def test_the_clock_decides_unless_told(fake, option, replays):

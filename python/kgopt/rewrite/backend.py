@@ -44,7 +44,7 @@ from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method, 
 from kgopt.rewrite.patterns import OTHER, Match, Node, match
 from kgopt.rewrite.replayed import Replayed
 from kgopt.rewrite.reporting import Report, SiteRow
-from kgopt.rewrite.writes import is_written_between, may_write, writes_to_inputs
+from kgopt.rewrite.writes import draws_numbers, is_written_between, may_write, writes_to_inputs
 from kgopt.torch_private import compile_graph, mode_options
 
 _LOG = logging.getLogger("kgopt.rewrite")
@@ -92,9 +92,9 @@ def kgopt_backend(
         options: Inductor's, and three of kgopt's. ``{"kgopt.always": True}`` takes its ops where
             :mod:`~kgopt.rewrite.policy` would not (on the CPU). ``{"kgopt.recompute": True}``: in training the results
             of norms and their activations are not kept for the backward, which computes them again; those of sums
-            behind norms are. ``{"kgopt.cuda_graph": "auto"}``: in inference without a ``mode`` the second call is
-            recorded as a CUDA graph, where its replay, with copies of arguments and results, is faster by the clock;
-            True: without asking the clock; False: never.
+            behind norms are. ``{"kgopt.cuda_graph": "auto"}``: without a ``mode`` the second call, and in training its
+            backward, is recorded as a CUDA graph, where its replay, with copies of arguments and results, is faster by
+            the clock; True: without asking the clock; False: never.
         kwargs: what else torch.compile hands to Inductor.
 
     Returns:
@@ -108,7 +108,9 @@ def kgopt_backend(
     replays = config.pop("kgopt.cuda_graph", "auto")
     if replays not in (True, False, "auto"):
         raise ValueError(f'option kgopt.cuda_graph is {replays!r}, expected True, False or "auto"')
-    replays = replays if not mode and _may_be_replayed(graph.graph) else False
+    kinds = whole_graphs.kinds_of(graph.graph)
+    grad = whole_graphs.records_gradients(kinds)
+    replays = replays if not mode and _may_be_replayed(graph.graph, kinds, grad) else False
 
     def rewrite(graph_module: fx.GraphModule, form: str = "") -> Report:
         return rewrite_graph(graph_module, always, recompute, form)
@@ -127,15 +129,14 @@ def kgopt_backend(
     compiled = compile_graph(
         graph, example_inputs, mode, {**config, **chosen.options}, decompositions=DECOMPOSITIONS, **kwargs
     )
-    return Replayed(compiled, replays is True) if replays else compiled
+    return Replayed(compiled, replays is True, grad) if replays else compiled
 
 
-def _may_be_replayed(graph: fx.Graph) -> bool:
-    """Whether it is inference on a GPU, and writes to nothing that it was given."""
-    kinds = whole_graphs.kinds_of(graph)
+def _may_be_replayed(graph: fx.Graph, kinds: list[Tensor], grad: bool) -> bool:
+    """Whether it runs on a GPU, and changes nothing that it was given, nor, in training, a random state."""
     if not kinds or not machine.MACHINE.takes(kinds[0]) or writes_to_inputs(graph):
         return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in kinds))
+    return not (grad and draws_numbers(graph))
 
 
 def rewrite_graph(

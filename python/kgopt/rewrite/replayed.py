@@ -2,6 +2,7 @@
 
 The results of a replay are copies: unlike those of ``mode="reduce-overhead"`` they are never overwritten. Parameters
 and buffers are read where they are, so what is written to them is seen; other arguments are copied into the recording.
+In training the backward is replayed, too (:mod:`~kgopt.rewrite.replayed_steps`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,19 @@ from typing import Any
 import torch
 
 from kgopt.rewrite.graphs import machine
-from kgopt.rewrite.graphs.calls import GAIN, RENEWALS
+from kgopt.rewrite.graphs.calls import BUSY, GAIN, RENEWALS
 from kgopt.rewrite.graphs.effects import random_states
 from kgopt.rewrite.graphs.keys import RefusedError, like
 from kgopt.rewrite.graphs.recording import Recording, agree, given_of
-from kgopt.torch_private import is_of_module
+from kgopt.rewrite.replayed_steps import Step
+from kgopt.torch_private import (
+    KNOWS_IF_GRAPH_STAYS,
+    are_functorch_transforms_active,
+    is_of_module,
+    may_hook_saved_tensors,
+)
+
+MOST = 1 / 16  # of a device's memory, that is held from one training step to the next
 
 
 class Replayed:
@@ -27,13 +36,14 @@ class Replayed:
     Its second call is recorded, where that is faster by the clock.
     """
 
-    def __init__(self, run: Callable[..., Any], always: bool) -> None:
-        """``always``: without asking the clock."""
+    def __init__(self, run: Callable[..., Any], always: bool, grad: bool = False) -> None:
+        """``always``: without asking the clock; ``grad``: gradients are recorded."""
         self.run = run
         self.always = always
+        self.grad = grad
         self.lock = threading.Lock()  # who does not get it takes the plain path
         self.lane: Any = None
-        self.recording: Recording | None = None
+        self.recording: Recording | Step | None = None
         self.moving: list[int] = []  # arguments that are copied
         self.held: list[int] = []  # the others
         self.places: list[int] = []  # where those are
@@ -48,21 +58,24 @@ class Replayed:
     def __call__(self, *inputs: Any) -> Any:
         """The function's results."""
         self.calls += 1
-        if self.why or self.calls < 2 or machine.MACHINE.is_recording() or not self.lock.acquire(blocking=False):
+        if self.why or self.calls < 2 or machine.MACHINE.is_recording() or (self.grad and not _may_replay_steps()):
+            return self.run(*inputs)
+        if not self.lock.acquire(blocking=False):
             return self.run(*inputs)
         try:
             if self.recording is None or not self._holds(inputs):
                 self._renew(inputs)
-            if self.recording is not None:
-                return self._replay(inputs)
+            result = None if self.recording is None else self._replay(inputs)
         finally:
             self.lock.release()
-        return self.run(*inputs)
+        return self.run(*inputs) if result is None else result
 
     def _holds(self, inputs: Sequence[Any]) -> bool:
         return [inputs[i].data_ptr() for i in self.held] == self.places
 
     def _replay(self, inputs: Sequence[Any]) -> Any:
+        if isinstance(self.recording, Step):
+            return self.recording(inputs)
         assert self.recording is not None
         return self.recording.run(self.lane, [inputs[i] for i in self.moving])
 
@@ -76,7 +89,7 @@ class Replayed:
             self.why = f"what its modules hold was replaced {RENEWALS} times"
             return
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.set_grad_enabled(self.grad):
                 self._record(inputs)
         except RefusedError as reason:
             self.why = str(reason)
@@ -91,12 +104,17 @@ class Replayed:
         self.places = [inputs[i].data_ptr() for i in self.held]
         if not self.moving:
             raise RefusedError("no argument but what modules hold")
+        before, after = self._recorded_step(inputs) if self.grad else self._recorded_call(inputs)
+        if after >= GAIN * before:
+            raise RefusedError("it is not faster")
+
+    def _recorded_call(self, inputs: Sequence[Any]) -> tuple[float, float]:
+        """Seconds of a call without and with a recording, which is there then."""
         device = inputs[0].device
         if not self.always and machine.MACHINE.is_busy(lambda: self.run(*inputs), device):
-            raise RefusedError("its launches are over long before its work is")
+            raise RefusedError(BUSY)
         own = [like(t) if i in self.moving else t for i, t in enumerate(inputs)]
-        if self.lane is None:
-            self.lane = machine.MACHINE.lane(device)
+        self._take_lane(device)
         with self.lane.aside():
             drawn = random_states(device)
             expected = self.run(*own)
@@ -107,12 +125,42 @@ class Replayed:
         self.recording = Recording(replay, copied, outputs, given_of(outputs, copied, [own[i] for i in self.held]))
         if not agree(expected, self._replay(inputs)):
             raise RefusedError("a replay gives another result than the call")
-        if self.always:
-            return
 
         def replayed() -> Any:
             return self._holds(inputs) and self._replay(inputs)
 
-        before, after = machine.MACHINE.seconds(lambda: self.run(*inputs), replayed, device)
-        if after >= GAIN * before:
-            raise RefusedError("it is not faster")
+        return self._seconds(lambda: self.run(*inputs), replayed, device)
+
+    def _recorded_step(self, inputs: Sequence[Any]) -> tuple[float, float]:
+        """The same of a call with its backward."""
+        device = inputs[0].device
+        self._take_lane(device)
+        step = Step(self.run, inputs, self.moving, self.lane)
+        # Between steps their memory would be free for others otherwise: that is for those alone who wait for the host.
+        if not self.always and machine.MACHINE.is_busy(step.plain, device, 0.0):
+            raise RefusedError(BUSY)
+        step.record()
+        if not self.always and self.lane.held > MOST * machine.MACHINE.memory(device):
+            raise RefusedError("it would hold much memory")
+
+        def replayed() -> None:
+            self._holds(inputs)
+            step.replayed()
+
+        found = self._seconds(step.plain, replayed, device)
+        self.recording = step
+        return found
+
+    def _take_lane(self, device: torch.device) -> None:
+        if self.lane is None:
+            self.lane = machine.MACHINE.lane(device)
+
+    def _seconds(
+        self, first: Callable[[], Any], second: Callable[[], Any], device: torch.device
+    ) -> tuple[float, float]:
+        return (1.0, 0.0) if self.always else machine.MACHINE.seconds(first, second, device)
+
+
+def _may_replay_steps() -> bool:
+    """Whether nobody looks on at what autograd keeps, or transforms the call."""
+    return KNOWS_IF_GRAPH_STAYS and may_hook_saved_tensors() and not are_functorch_transforms_active()

@@ -73,7 +73,7 @@ def choose(
     kinds = kinds_of(graph)
     if not kinds or not may_measure(kinds[0].device):
         return Chosen()
-    grad = torch.is_grad_enabled() and any(t.requires_grad for t in kinds)
+    grad = records_gradients(kinds)
     kinds = kinds if grad else [t.detach() for t in kinds]
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.nodes if node.op == "output")
@@ -125,6 +125,11 @@ def kinds_of(graph: fx.Graph) -> list[Tensor]:
     if not all(map(_is_known, kinds)) or not all(map(_is_repeatable, graph.nodes)):
         return []
     return kinds if len({t.device for t in kinds}) == 1 else []
+
+
+def records_gradients(kinds: list[Tensor]) -> bool:
+    """Whether a call with such inputs has a backward."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in kinds)
 
 
 def _is_known(t: Any) -> bool:

@@ -14,6 +14,12 @@ from kgopt.rewrite.contest import COMPUTED
 from kgopt.torch_private import schema_of
 
 _OVERLOAD = type(torch.ops.aten.relu.default)
+_RANDOM = frozenset(
+    (
+        *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "rrelu", "bernoulli"),
+        *("multinomial", "normal", "poisson", "uniform", "exponential", "geometric", "cauchy", "log_normal"),
+    )
+)
 _STATE = ("autocast", "set_grad_enabled", "enter", "exit", "functorch")
 # Functions whose result is a tensor of its own, if not in place. Of others it may be a view of what they are given.
 _FRESH = COMPUTED | frozenset(
@@ -63,6 +69,19 @@ def _is_in_place(node: fx.Node) -> bool:
     names = () if code is None else code.co_varnames[: code.co_argcount]
     at = names.index("inplace") if "inplace" in names else len(node.args)
     return at < len(node.args) and node.args[at] is not False
+
+
+def draws_numbers(graph: fx.Graph) -> bool:
+    """Whether its calls take random numbers, as far as names say so. Dropout of none, or not in training, does not."""
+    return any(node.op.startswith("call") and _draws(node) for node in graph.nodes)
+
+
+def _draws(node: fx.Node) -> bool:
+    name = name_of(node)
+    if "dropout" not in name:
+        return name.rstrip("_") in _RANDOM
+    given = dict(zip(("p", "training"), node.args[1:], strict=False)) | dict(node.kwargs)
+    return bool(given.get("p", 0.5) != 0) and given.get("training", True) is not False
 
 
 def writes_to_inputs(graph: fx.Graph) -> bool:

@@ -30,6 +30,7 @@ from kgopt.torch_private.compilers import (
 from kgopt.torch_private.cuda import (
     clear_blas_workspaces,
     conv_precision,
+    copy_each,
     current_stream,
     dispatch_mode,
     end_allocation_to_pool,
@@ -53,6 +54,7 @@ from kgopt.torch_private.dispatch import (
 )
 from kgopt.torch_private.lookup import missing, names
 from kgopt.torch_private.modules import (
+    KNOWS_IF_GRAPH_STAYS,
     MODULE_ATTRIBUTES,
     MODULE_METHODS,
     MODULES_ARE_KNOWN,
@@ -62,6 +64,7 @@ from kgopt.torch_private.modules import (
     global_backward_pre_hooks,
     global_forward_hooks,
     global_forward_pre_hooks,
+    graph_stays,
     has_backward_hooks,
     may_hook_saved_tensors,
     output_padding_of,

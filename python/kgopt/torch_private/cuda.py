@@ -47,6 +47,17 @@ set_conv_precision: Callable[[str], None] = (
 )
 
 
+def _copy_each(to: list[Any], given: list[Any]) -> None:
+    for own, other in zip(to, given, strict=True):
+        own.copy_(other)
+
+
+# Of many tensors, in few launches.
+copy_each: Callable[[list[Any], list[Any]], Any] = private(
+    "torch._foreach_copy_", _copy_each, "one launch a tensor", lambda f: f([torch.zeros(1)], [torch.zeros(1)])
+)
+
+
 def _current_stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 

@@ -146,6 +146,20 @@ current_graph_task: Callable[[], int] = private(  # which backward runs in this 
 )
 
 
+_keeps_graph: Callable[[], bool] | None = private(
+    "torch._C._autograd._get_current_graph_task_keep_graph",
+    None,
+    "training steps of compiled code are not replayed",
+    lambda f: expect(f(), bool),
+)
+KNOWS_IF_GRAPH_STAYS = _keeps_graph is not None
+
+
+def graph_stays() -> bool:
+    """Whether the backward in this thread may come again. Only with :data:`KNOWS_IF_GRAPH_STAYS`."""
+    return _keeps_graph is None or _keeps_graph()
+
+
 _AUTOGRAD, _NO_HOOKS = "torch._C._autograd", "results of norms are not computed again in the backward, but kept"
 _saved_hooks = privates(
     (

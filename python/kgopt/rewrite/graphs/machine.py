@@ -35,8 +35,11 @@ class Cuda:
         """Of a call of each."""
         return clocks.clock_both(first, second, device)
 
-    def is_busy(self, call: Callable[[], Any], device: torch.device) -> bool:
-        """Whether a long call's work takes much longer than its launches: a recording would hold memory for nothing."""
+    def is_busy(self, call: Callable[[], Any], device: torch.device, long: float = LONG) -> bool:
+        """Whether a call's work takes much longer than its launches: a recording would hold memory for nothing.
+
+        ``long``: seconds of a call below which it is not.
+        """
         call()
         torch.cuda.synchronize(device)
         start = time.perf_counter()
@@ -44,7 +47,11 @@ class Cuda:
         launched = time.perf_counter() - start
         torch.cuda.synchronize(device)
         worked = time.perf_counter() - start
-        return worked > LONG and launched < 0.5 * worked
+        return worked > long and launched < 0.5 * worked
+
+    def memory(self, device: torch.device) -> int:
+        """Bytes of all that it has."""
+        return torch.cuda.get_device_properties(device).total_memory
 
     def lane(self, device: torch.device) -> Lane:
         """Where the calls of one model are recorded and replayed."""

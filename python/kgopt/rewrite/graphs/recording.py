@@ -77,7 +77,7 @@ class Recording:
         self.inputs = inputs
         self.outputs = outputs
         # Of each tensor among the outputs which input it is, and what copies it with its strides.
-        self._results = [(t, given.get(id(t)), _copier(t)) for t in leaves(outputs)]
+        self._results = [(t, given.get(id(t)), copier(t)) for t in leaves(outputs)]
         self._is_flat = type(outputs) in (list, tuple) and all(isinstance(t, Tensor) for t in outputs)
         shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in self.inputs)
         self.text = f"({shapes}) {self.inputs[0].dtype}".replace("torch.", "")  # for the report
@@ -95,7 +95,8 @@ class Recording:
             return with_tensors(self.outputs, lambda t: made[id(t)])
 
 
-def _copier(t: Tensor) -> Callable[[Tensor], Tensor]:
+def copier(t: Tensor) -> Callable[[Tensor], Tensor]:
+    """What copies tensors like this one with their strides."""
     return Tensor.clone if torch.empty_like(t, device="meta").stride() == t.stride() else like
 
 
@@ -170,6 +171,7 @@ def given_of(outputs: Any, tensors: list[Tensor], held: list[Tensor]) -> dict[in
         RefusedError: a result that cannot be copied without a difference.
     """
     places = {t.untyped_storage().data_ptr() for t in (*tensors, *held)}
+    own: set[int] = set()
     given = {}
     for t in leaves(outputs):
         at = next((i for i, own in enumerate(tensors) if own is t), None)
@@ -179,7 +181,10 @@ def given_of(outputs: Any, tensors: list[Tensor], held: list[Tensor]) -> dict[in
             raise RefusedError("its result is no plain tensor on the GPU")
         elif t.numel() and t.untyped_storage().data_ptr() in places:
             raise RefusedError("its result shares memory with its arguments or parameters")
+        elif t.numel() and t.untyped_storage().data_ptr() in own:
+            raise RefusedError("two of its results share memory")
         else:
+            own.add(t.untyped_storage().data_ptr())
             like(t)
     return given
 
