@@ -44,7 +44,7 @@ from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method, 
 from kgopt.rewrite.patterns import OTHER, Match, Node, match
 from kgopt.rewrite.replayed import Replayed
 from kgopt.rewrite.reporting import Report, SiteRow
-from kgopt.rewrite.writes import draws_numbers, is_written_between, may_write, writes_to_inputs
+from kgopt.rewrite.writes import draws_numbers, inputs_written, is_written_between, may_write
 from kgopt.torch_private import compile_graph, mode_options
 
 _LOG = logging.getLogger("kgopt.rewrite")
@@ -110,7 +110,8 @@ def kgopt_backend(
         raise ValueError(f'option kgopt.cuda_graph is {replays!r}, expected True, False or "auto"')
     kinds = whole_graphs.kinds_of(graph.graph)
     grad = whole_graphs.records_gradients(kinds)
-    replays = replays if not mode and _may_be_replayed(graph.graph, kinds, grad) else False
+    written = _changed_by_replays(graph.graph, kinds, grad)
+    replays = False if mode or written is None else replays
 
     def rewrite(graph_module: fx.GraphModule, form: str = "") -> Report:
         return rewrite_graph(graph_module, always, recompute, form)
@@ -129,14 +130,17 @@ def kgopt_backend(
     compiled = compile_graph(
         graph, example_inputs, mode, {**config, **chosen.options}, decompositions=DECOMPOSITIONS, **kwargs
     )
-    return Replayed(compiled, replays is True, grad) if replays else compiled
+    return Replayed(compiled, replays is True, grad, written or ()) if replays else compiled
 
 
-def _may_be_replayed(graph: fx.Graph, kinds: list[Tensor], grad: bool) -> bool:
-    """Whether it runs on a GPU, and changes nothing that it was given, nor, in training, a random state."""
-    if not kinds or not machine.MACHINE.takes(kinds[0]) or writes_to_inputs(graph):
-        return False
-    return not (grad and draws_numbers(graph))
+def _changed_by_replays(graph: fx.Graph, kinds: list[Tensor], grad: bool) -> list[int] | None:
+    """The arguments that a call changes, in training alone; None: it cannot be replayed."""
+    written = inputs_written(graph)
+    if not kinds or not machine.MACHINE.takes(kinds[0]) or written is None:
+        return None
+    if draws_numbers(graph) if grad else written:
+        return None
+    return [i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder") if node in written]
 
 
 def rewrite_graph(

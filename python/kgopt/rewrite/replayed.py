@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -36,11 +36,15 @@ class Replayed:
     Its second call is recorded, where that is faster by the clock.
     """
 
-    def __init__(self, run: Callable[..., Any], always: bool, grad: bool = False) -> None:
-        """``always``: without asking the clock; ``grad``: gradients are recorded."""
+    def __init__(
+        self, run: Callable[..., Any], always: bool, grad: bool = False, written: Collection[int] = ()
+    ) -> None:
+        """``always``: without asking the clock; ``grad``: gradients are recorded, and the arguments ``written`` may be
+        changed.
+        """
         self.run = run
         self.always = always
-        self.grad = grad
+        self.grad, self.written = grad, written
         self.lock = threading.Lock()  # who does not get it takes the plain path
         self.lane: Any = None
         self.recording: Recording | Step | None = None
@@ -129,36 +133,28 @@ class Replayed:
         def replayed() -> Any:
             return self._holds(inputs) and self._replay(inputs)
 
-        return self._seconds(lambda: self.run(*inputs), replayed, device)
+        if self.always:
+            return 1.0, 0.0
+        return machine.MACHINE.seconds(lambda: self.run(*inputs), replayed, device)  # type: ignore[no-any-return]
 
     def _recorded_step(self, inputs: Sequence[Any]) -> tuple[float, float]:
         """The same of a call with its backward."""
         device = inputs[0].device
         self._take_lane(device)
-        step = Step(self.run, inputs, self.moving, self.lane)
+        step = Step(self.run, inputs, self.moving, self.written, self.lane)
         # Between steps their memory would be free for others otherwise: that is for those alone who wait for the host.
-        if not self.always and machine.MACHINE.is_busy(step.plain, device, 0.0):
+        if not self.always and step.is_busy(device):
             raise RefusedError(BUSY)
         step.record()
         if not self.always and self.lane.held > MOST * machine.MACHINE.memory(device):
             raise RefusedError("it would hold much memory")
-
-        def replayed() -> None:
-            self._holds(inputs)
-            step.replayed()
-
-        found = self._seconds(step.plain, replayed, device)
+        found = (1.0, 0.0) if self.always else step.seconds(lambda: self._holds(inputs), device)
         self.recording = step
         return found
 
     def _take_lane(self, device: torch.device) -> None:
         if self.lane is None:
             self.lane = machine.MACHINE.lane(device)
-
-    def _seconds(
-        self, first: Callable[[], Any], second: Callable[[], Any], device: torch.device
-    ) -> tuple[float, float]:
-        return (1.0, 0.0) if self.always else machine.MACHINE.seconds(first, second, device)
 
 
 def _may_replay_steps() -> bool:

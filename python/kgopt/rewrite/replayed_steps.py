@@ -2,7 +2,8 @@
 
 What the backward needs lies in that memory between the replays, so from a forward to its backward there is no room for
 another forward: that takes the plain path. Results and gradients are copies; the gradients of one dtype are parts of
-one. Where autograd's graph is kept for a second backward, gradients are computed again from the inputs.
+one. Where autograd's graph is kept for a second backward, gradients are computed again from the inputs. Buffers that a
+forward moves along, such as running statistics, are written to where they are.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from kgopt.rewrite.graphs import machine
 from kgopt.rewrite.graphs.effects import random_states
@@ -29,8 +31,16 @@ ALIGNMENT = 512  # bytes, as PyTorch's allocator has it: optimizers read several
 class Step:
     """A kind of call that records gradients, and its backward."""
 
-    def __init__(self, run: Callable[..., Any], inputs: Sequence[Tensor], moving: Sequence[int], lane: Any) -> None:
-        """Runs once on tensors like ``inputs``; of those the ones not ``moving`` are read where they are.
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        inputs: Sequence[Tensor],
+        moving: Sequence[int],
+        written: Collection[int],
+        lane: Any,
+    ) -> None:
+        """Runs once on tensors like ``inputs``; of those the ones not ``moving`` are read where they are, and those
+        ``written`` may be changed.
 
         Raises:
             RefusedError: a replay would not do what the call does.
@@ -39,8 +49,13 @@ class Step:
         self.lock = threading.Lock()  # of one replay: threads of autograd wait for it
         self.pending: Callable[[], Any] = _nobody  # the forward whose backward may still come
         self._made: Any = None  # results, with the graph of autograd behind them
+        if version_of(inputs[0]) is None:
+            raise RefusedError("this torch does not say what a call writes to")
         own = [like(t.detach()) if i in moving else t.detach() for i, t in enumerate(inputs)]
         self.own = [t.requires_grad_(given.requires_grad) for t, given in zip(own, inputs, strict=True)]
+        self.written = [self.own[i] for i in written]
+        if any(i in moving or inputs[i].requires_grad for i in written):
+            raise RefusedError("its forward writes to its arguments")
         self.expected: Any = self._try(inputs[0].device)
 
     def __del__(self) -> None:
@@ -50,9 +65,13 @@ class Step:
 
     def _try(self, device: torch.device) -> list[Tensor]:
         """Results and gradients of the plain path; what they are made of is known then."""
-        with self.lane.aside():
+        with self.lane.aside(), self._put_back():
             drawn = random_states(device)
+            versions = [version_of(t) for t in self.own]
             outputs = self._call()
+            for t, before in zip(self.own, versions, strict=True):
+                if version_of(t) != before and not any(t is own for own in self.written):
+                    raise RefusedError("its forward writes to its arguments")
             self.is_differentiable = [y.requires_grad for y in self._made]
             roots = [y for y in self._made if y.requires_grad]
             if not roots:
@@ -69,7 +88,18 @@ class Step:
             expected = [b.clone() for b in self.gradients.packed([g for g in gradients if g is not None])]
             if random_states(device) != drawn:
                 raise RefusedError("it draws random numbers")
-        return [*outputs, *expected]
+            return [*outputs, *expected, *(t.clone() for t in self.written)]
+
+    @contextlib.contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """Buffers are afterwards as they were."""
+        before = [t.clone() for t in self.written]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for t, value in zip(self.written, before, strict=True):
+                    t.copy_(value)
 
     def record(self) -> None:
         """Both graphs.
@@ -77,12 +107,13 @@ class Step:
         Raises:
             RefusedError: a replay would not do what the call does.
         """
-        self._forward, self.outputs = self.lane.record(self._call)
-        copied = [self.own[i] for i in self.moving]
-        if given_of(self.outputs, copied, [t for i, t in enumerate(self.own) if i not in self.moving]):
-            raise RefusedError("its result is an argument")
-        self._results = [copier(y) for y in self.outputs]
-        self._backward, self.buffers = self.lane.record(self._differentiate)
+        with self._put_back():
+            self._forward, self.outputs = self.lane.record(self._call)
+            copied = [self.own[i] for i in self.moving]
+            if given_of(self.outputs, copied, [t for i, t in enumerate(self.own) if i not in self.moving]):
+                raise RefusedError("its result is an argument")
+            self._results = [copier(y) for y in self.outputs]
+            self._backward, self.buffers = self.lane.record(self._differentiate)
         expected, self.expected = self.expected, None
         if not agree(expected, self._replayed()):
             raise RefusedError("a replay gives another result than the call")
@@ -99,22 +130,36 @@ class Step:
         return self.gradients.packed(_gradients(made, self.gradients.wanted(self.own), self.tangents))
 
     def _replayed(self) -> list[Tensor]:
-        with self.lane.turn():
-            self._forward()
+        with self.lane.turn(), self._put_back():
+            self._replay_forward()
             results = [y.clone() for y in self.outputs]
             self._backward()
-            return [*results, *(b.clone() for b in self.buffers)]
+            return [*results, *(b.clone() for b in self.buffers), *(t.clone() for t in self.written)]
 
-    def plain(self) -> None:
-        """A step by calls, for the clock."""
+    def _replay_forward(self) -> None:
+        increment_version(self.written)
+        self._forward()
+
+    def is_busy(self, device: torch.device) -> bool:
+        """Whether the work of a step takes much longer than its launches."""
+        with self._put_back():
+            return bool(machine.MACHINE.is_busy(self._plain, device, 0.0))
+
+    def seconds(self, check: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+        """Of a step by calls, and by replays with ``check`` before it and all that the host does."""
+
+        def replayed() -> None:
+            check()
+            made = self(self.own)
+            assert made is not None, "no other call is under way"
+            _gradients(made, self.gradients.wanted(self.own), self.tangents)
+
+        with self._put_back():
+            return machine.MACHINE.seconds(self._plain, replayed, device)  # type: ignore[no-any-return]
+
+    def _plain(self) -> None:
         with torch.enable_grad():
             made = self.run(*self.own)
-        _gradients(made, self.gradients.wanted(self.own), self.tangents)
-
-    def replayed(self) -> None:
-        """The same by replays, with all that the host does."""
-        made = self(self.own)
-        assert made is not None, "no other call is under way"
         _gradients(made, self.gradients.wanted(self.own), self.tangents)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
@@ -122,7 +167,7 @@ class Step:
         with self.lock:
             is_free = self.pending() is None
             if is_free:
-                turn = _Turn(self.versions(inputs))
+                turn = _Turn()
                 self.pending = weakref.ref(turn)
         return _Replay.apply(self, turn, *inputs) if is_free else None  # type: ignore[no-untyped-call]
 
@@ -135,7 +180,7 @@ class Step:
         with self.lock, self.lane.turn():
             for i in self.moving:
                 self.own[i].copy_(inputs[i])
-            self._forward()
+            self._replay_forward()
             return [copy(y) for copy, y in zip(self._results, self.outputs, strict=True)]
 
     def backward(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -152,7 +197,16 @@ class Step:
         return self.gradients.unpacked(found)
 
     def backward_again(self, inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients by another call; no replay is touched."""
+        """The gradients by another call; no replay is touched.
+
+        Raises:
+            RuntimeError: that would move buffers along once more.
+        """
+        if self.written:
+            raise RuntimeError(
+                "retain_graph=True is not possible behind a replayed call that changes buffers, as BatchNorm does; "
+                'compile it with options={"kgopt.cuda_graph": False}'
+            )
         with torch.enable_grad():
             own = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
             made = self.run(*own)
@@ -169,9 +223,6 @@ class Step:
 class _Turn:
     """Of one forward: it is gone when nothing can ask for the backward any more."""
 
-    def __init__(self, versions: list[int | None]) -> None:
-        self.versions = versions
-
 
 def _nobody() -> None:
     """No forward."""
@@ -184,8 +235,9 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, step: Step, turn: _Turn, *inputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.step, ctx.turn, ctx.inputs = step, turn, inputs
-        ctx.counts = [version_of(t) for t in inputs]
         made = step.forward(inputs)
+        ctx.versions = step.versions(inputs)
+        ctx.all_versions = [version_of(t) for t in inputs]
         ctx.mark_non_differentiable(*(y for y, has in zip(made, step.is_differentiable, strict=True) if not has))
         return tuple(made)
 
@@ -199,7 +251,9 @@ class _Replay(torch.autograd.Function):
                 "if you need to backward through the graph a second time."
             )
         again = graph_stays() or step.pending() is not turn
-        now, before = ([version_of(t) for t in inputs], ctx.counts) if again else (step.versions(inputs), turn.versions)
+        now, before = step.versions(inputs), ctx.versions
+        if again:
+            now, before = [version_of(t) for t in inputs], ctx.all_versions
         if now != before:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

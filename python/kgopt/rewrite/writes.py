@@ -84,25 +84,32 @@ def _draws(node: fx.Node) -> bool:
     return bool(given.get("p", 0.5) != 0) and given.get("training", True) is not False
 
 
-def writes_to_inputs(graph: fx.Graph) -> bool:
-    """Whether it may change an argument, or the state under which later nodes run, for whoever called it."""
+def inputs_written(graph: fx.Graph) -> set[fx.Node] | None:
+    """The arguments that it may change; None: something of the caller's that is not known, or the state under which
+    later nodes run.
+    """
     own: dict[fx.Node, bool] = {}  # whether nobody else holds its memory
+    found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             own[node] = False
             continue
+        if node.op == "call_module" or any(word in name_of(node) for word in _STATE):
+            return None
         written = _written(node) if may_write(node) else []
-        if _updates_statistics(node) or not all(own[i] for i in written):
-            return True
+        for i in (*written, *_statistics(node)):
+            if i.op == "placeholder":
+                found.add(i)
+            elif not own[i]:
+                return None
         # Who writes gives what was written to; others that are not known may give a view of anything they read.
-        own[node] = bool(written) or name_of(node) in _FRESH or all(own[i] for i in node.all_input_nodes)
-    return False
+        is_own = bool(written) and not found.intersection(written)
+        own[node] = is_own or name_of(node) in _FRESH or all(own[i] for i in node.all_input_nodes)
+    return found
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """What it writes to, if it writes; all that it reads, where that is not known. State is nobody's own."""
-    if node.op not in ("call_function", "call_method") or any(word in name_of(node) for word in _STATE):
-        return [i for i in node.graph.nodes if i.op == "placeholder"]
+    """What it writes to, if it writes; all that it reads, where that is not known."""
     out: Any = node.kwargs.get("out")
     if isinstance(out, fx.Node):
         return [out]
@@ -111,11 +118,12 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return list(node.all_input_nodes)
 
 
-def _updates_statistics(node: fx.Node) -> bool:
-    """A norm that moves running statistics along."""
+def _statistics(node: fx.Node) -> list[fx.Node]:
+    """The running statistics that a norm moves along."""
     if name_of(node) not in ("batch_norm", "instance_norm"):
-        return False
+        return []
     names = ("running_mean", "running_var", "weight", "bias", "training", "momentum")
     given = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
     flag = given.get("training", given.get("use_input_stats", name_of(node) == "instance_norm"))
-    return given.get("running_mean") is not None and flag is not False
+    moved = (given.get("running_mean"), given.get("running_var"))
+    return [] if flag is False else [t for t in moved if isinstance(t, fx.Node)]
