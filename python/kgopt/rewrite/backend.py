@@ -28,6 +28,7 @@ from kgopt.rewrite import (
     padded_graphs,
     plain_graphs,
     policy,
+    resampled_graphs,
     upsampled_graphs,
     whole_graphs,
 )
@@ -180,6 +181,9 @@ def rewrite_graph(
         report.sites.append(row)
     plain_graphs.restore(graph)
     moved = formats.write(graph_module)
+    gathering = resampled_graphs.swap(graph_module, always)
+    if gathering:
+        glue.append(f"gradients of resampling without atomics: {', '.join(gathering)}")
     report.glue = "; ".join([*glue, *([moved] if moved else [])])
     if is_changed or report.changes:
         graph.lint()

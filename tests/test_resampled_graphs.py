@@ -1,0 +1,162 @@
+"""Gradients of resampling in captured graphs (rewrite/resampled_graphs.py), beside those of eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from kgopt.rewrite import resampled_graphs
+from kgopt.rewrite.resampled_graphs import resampled
+
+POOL = "aten.max_pool3d_with_indices_backward"
+MODES = [("nearest", 1), ("nearest", 2), ("nearest-exact", 3), ("linear", 1), ("bilinear", 2), ("trilinear", 3)]
+
+
+def taken(x, *args, **kwargs):
+    """What a call of F.interpolate becomes; None: it stays."""
+    node = fx.Graph().placeholder("x")
+    node.meta["example_value"] = x
+    return resampled_graphs._arguments(node, *args, **kwargs)
+
+
+def drawn(mode, rank, seed):
+    """A call: sizes of x, and the arguments of F.interpolate."""
+    rng = random.Random(f"{mode} {rank} {seed}")
+    sizes = [rng.randint(1, 13) for _ in range(rank)]
+    align = None if mode.startswith("nearest") else rng.random() < 0.5
+    if rng.random() < 0.5:
+        return sizes, ([rng.choice([n, 2 * n, rng.randint(1, 27)]) for n in sizes], None, mode, align)
+    factors = [rng.choice([1.0, 2.0, 3.0, 0.5, 1.5, rng.uniform(0.3, 4)]) for _ in sizes]
+    return sizes, (None, factors, mode, align)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(("mode", "rank"), MODES)
+def test_gradients_are_eager_ones(mode, rank, seed):
+    sizes, (size, factors, *rest) = drawn(mode, rank, seed)
+    x = torch.randn(2, 3, *sizes, dtype=torch.float64, requires_grad=True)
+    if factors is not None and min(int(n * f) for n, f in zip(sizes, factors, strict=True)) < 1:
+        assert taken(x, size, factors, *rest) is None
+        return
+    y = F.interpolate(x, size, factors, *rest)
+    if taken(x, size, factors, *rest) is None:
+        # By a factor that is not that of the sizes compiled code and eager kernels read other positions.
+        assert factors is not None or max(y.shape[i] / x.shape[i] for i in range(2, 2 + rank)) > 6
+        return
+    dy = torch.randn_like(y)
+    ours = resampled(x, size, factors, *rest)
+    torch.testing.assert_close(ours, y)
+    (got,), (expected,) = torch.autograd.grad(ours, x, dy), torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_most_draws_are_taken():
+    found = []
+    for mode, rank in MODES:
+        for seed in range(40):
+            sizes, args = drawn(mode, rank, seed)
+            found.append(taken(torch.empty(1, 1, *sizes), *args) is not None)
+    assert sum(found) > 0.6 * len(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_half_precision_is_summed_in_float(dtype, mode):
+    args = (None, [4.0, 4.0], mode, None if mode == "nearest" else False)
+    x = torch.zeros(1, 2, 5, 6, dtype=dtype, requires_grad=True)
+    dy = torch.randn(1, 2, 20, 24).to(dtype)
+    (got,) = torch.autograd.grad(resampled(x, *args), x, dy)
+    wide = x.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(F.interpolate(wide, *args), wide, dy.double())
+    assert got.dtype is dtype
+    torch.testing.assert_close(got.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda x: taken(x, None, 2.0, "bicubic"), id="bicubic"),
+        pytest.param(lambda x: taken(x, None, 2.0, "area"), id="area"),
+        pytest.param(lambda x: taken(x, None, 2.0, "bilinear", False, None, True), id="antialias"),
+        pytest.param(lambda x: taken(x, None, 2.0, "nearest", None, True), id="recomputed scale"),
+        pytest.param(lambda x: taken(x, (8, 8), 2.0), id="both"),
+        pytest.param(lambda x: taken(x, None, 1.01), id="a factor that changes no size"),
+        pytest.param(lambda x: taken(x, None, 32.0, "bilinear"), id="far up"),
+        pytest.param(lambda x: taken(x, None, 0.01), id="nothing left"),
+        pytest.param(lambda x: taken(x, None, 2.0, "trilinear"), id="another rank"),
+        pytest.param(lambda x: taken(x.int(), None, 2.0), id="integers"),
+    ],
+)
+def test_what_stays(call):
+    assert call(torch.zeros(1, 2, 5, 6)) is None
+
+
+class Net(nn.Module):
+    """An upsampling in each mode, and pooling, as a U-Net has them."""
+
+    def __init__(self, rank):
+        super().__init__()
+        torch.manual_seed(0)
+        conv, self.pool = ((nn.Conv2d, nn.MaxPool2d(2)), (nn.Conv3d, nn.MaxPool3d(2)))[rank - 2]
+        self.first, self.norm, self.last = conv(2, 4, 3, padding=1), nn.GroupNorm(2, 4), conv(8, 2, 1)
+        self.up, self.linear = nn.Upsample(scale_factor=2), ("bilinear", "trilinear")[rank - 2]
+
+    def forward(self, x):
+        h = F.silu(self.norm(self.first(x)))
+        down = self.pool(h)
+        wide = F.interpolate(down, size=h.shape[2:], mode=self.linear, align_corners=True)
+        other = F.interpolate(self.pool(down), scale_factor=4, mode=self.linear)
+        return self.last(torch.cat([h + self.up(down), wide + other], 1))
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiled_code_adds_without_atomics(device, rank, last):
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    torch._dynamo.reset()
+    model = Net(rank).to(device)
+    expected = copy.deepcopy(model)
+    x = torch.randn(2, 2, *([16, 8, 12][:rank]), device=device)
+    if last:
+        x = x.contiguous(memory_format=(torch.channels_last, torch.channels_last_3d)[rank - 2])
+    x.requires_grad_()
+    options = {"kgopt.always": True, "kgopt.cuda_graph": False}
+    run = torch.compile(model, backend="kgopt", dynamic=False, options=options)
+    _, codes = run_fw_bw_and_get_code(lambda: run(x).square().sum())
+    calls = [line for line in "\n".join(codes).splitlines() if not line.strip().startswith("#")]
+    assert not [line for line in calls if "atomic_add" in line or "index_put" in line or POOL in line]
+    model.zero_grad(), setattr(x, "grad", None)
+    twin = x.detach().clone().requires_grad_()
+    run(x).square().sum().backward(), expected(twin).square().sum().backward()
+    torch.testing.assert_close(x.grad, twin.grad, rtol=2e-3, atol=2e-3)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=5e-3, atol=5e-3)
+
+
+def test_inference_and_unknown_sizes_stay():
+    class Up(nn.Module):
+        def forward(self, x):
+            return F.interpolate(x * 2, scale_factor=2)
+
+    def names(grad, dynamic):
+        found = []
+
+        def note(graph, inputs):
+            found.extend(resampled_graphs.swap(graph, True))
+            return graph
+
+        torch._dynamo.reset()
+        with torch.set_grad_enabled(grad):
+            torch.compile(Up(), backend=note, dynamic=dynamic)(torch.randn(1, 2, 5, 6, requires_grad=grad))
+        return found
+
+    assert names(True, False)
+    assert not names(False, False)
+    assert not names(True, True)
