@@ -247,7 +247,9 @@ class _Reader:
 
     def _modulates(self, norm: Node, node: Node, other: Node) -> str:
         """Of what that, which multiplies a norm's result or is added, has one value: as the matcher asks."""
-        x, normed, result, given = (value(n) for n in (norm.origin.args[0], norm.origin, node.origin, other.origin))
+        x, normed, result, given = (
+            value(n) for n in (_input_of(norm), norm.origin, node.origin, _unexpanded(other.origin))
+        )
         if not all(isinstance(t, Tensor) for t in (x, normed, result, given)) or not given.is_floating_point():
             return ""
         if (result.shape, result.dtype, result.device) != (normed.shape, normed.dtype, normed.device):
@@ -255,7 +257,7 @@ class _Reader:
         if given.device != normed.device:
             return ""
         if self.takes_maps and node.kind != "sub" and _is_map(given, x, result):
-            gives_contiguous = emit.as_torch_is_contiguous(Chain(norm.name), x.device)
+            gives_contiguous = _gives_contiguous(norm, Chain(norm.name), x)
             # Of a norm that keeps channels_last fake tensors say that it does not.
             lies_as_x = (result if gives_contiguous else given).stride() == x.stride()
             return "position" if lies_as_x or (gives_contiguous and result.is_contiguous()) else ""
@@ -337,6 +339,26 @@ def _with_number(node: fx.Node) -> tuple[Node, list[fx.Node]] | None:
     if not isinstance(made, Tensor) or not isinstance(given, Tensor) or made.dtype is not given.dtype:
         return None  # of integers
     return Node("act", name=text, is_number=True), [x]
+
+
+def _input_of(norm: Node) -> Any:
+    """The node that is normalized."""
+    return norm.of if isinstance(norm, ChannelNorm) else norm.origin.args[0]
+
+
+def _unexpanded(node: fx.Node) -> fx.Node:
+    """Of a tensor that code expands to x's size, where broadcasting would do, what is expanded."""
+    is_expanded = node.op == "call_method" and node.target in ("expand", "expand_as")
+    if not is_expanded or not originals.untouched(*originals.methods((str(node.target),)))():
+        return node
+    of = node.args[0]
+    same_rank = isinstance(value(of), Tensor) and value(of).dim() == value(node).dim()
+    return of if same_rank else node  # type: ignore[return-value]
+
+
+def _gives_contiguous(norm: Node, chain: Chain, x: Tensor) -> bool:
+    """Where PyTorch's norm gives a contiguous tensor though x is channels_last; code that writes it out does not."""
+    return not isinstance(norm, ChannelNorm) and emit.as_torch_is_contiguous(chain, x.device)
 
 
 def _adds(add: Node, other: Node) -> bool:
@@ -525,7 +547,7 @@ class _Writer:
             y = emit_kgopt(chain, self._call, *given, not autocast, call_norm, self._added())
             # PyTorch's GroupNorm on CUDA gives a contiguous tensor, which later nodes may count on. Times a map in
             # channels_last, which comes first, it is in channels_last.
-            as_it_was = emit.as_torch_is_contiguous(chain, x.device) and (not chain.maps or before.is_contiguous())
+            as_it_was = _gives_contiguous(self.found.norm, chain, x) and (not chain.maps or before.is_contiguous())
             if as_it_was and not x.is_contiguous():
                 y = self.graph.call_method("contiguous", (y,))
         y.meta["example_value"] = before if half is None else before.to(half)
@@ -564,6 +586,7 @@ class _Writer:
         node = self._operand(operand)
         if node is None:
             return None
+        node = _unexpanded(node)
         given, normed = value(node), value(self.found.norm.origin)
         if operand is self.found.shift and any(n.kind == "sub" for n in self.found.nodes):
             node = self.graph.call_function(operator.neg, (node,))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from kgopt import _acts
 
 CHANNELS = ("rms", "l2", "layer")  # norms over channels, by the kind of the op
+WRITTEN = "written"  # a norm in groups that a module's own code computes
+BY_FORMULA = (*CHANNELS, WRITTEN)  # norms of modules that are known by what they compute, whatever their class
 
 PRELU = "prelu"  # the activation whose slopes are a parameter: alone behind a norm or its sum, by an op of its own
 
@@ -26,7 +28,7 @@ CONV_LSE = "conv2d_group_norm_tanh_hardswish_residual_logsumexp"
 class Chain:
     """The structure of a site, with no tensor in it: hashable, picklable, the key of what was measured."""
 
-    norm: str = "group"  # or "instance": as many groups as channels; or one of CHANNELS
+    norm: str = "group"  # or "instance": as many groups as channels; or one of BY_FORMULA
     conv: str = ""  # "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"; "": the chain starts at the norm
     pre: str = "none"  # activations between convolution and norm
     added: bool = False  # another tensor is added to what the norm gives, ahead of the activations
@@ -89,7 +91,7 @@ class Chain:
         names |= {"conv_transpose2d": "ConvTranspose2d", "conv_transpose3d": "ConvTranspose3d"}
         parts = [names[self.conv]] if self.conv else []
         parts += [] if self.pre == "none" else _acts.split(self.pre)
-        norms = {"group": "GroupNorm", "instance": "InstanceNorm", "layer": "LayerNorm"}
+        norms = {"group": "GroupNorm", "instance": "InstanceNorm", "layer": "LayerNorm", WRITTEN: "GroupNorm"}
         parts.append(norms.get(self.norm, "RMSNorm"))
         parts += self._behind_norm
         parts += ["sum"] if self.added else []

@@ -1,4 +1,6 @@
-"""Norms over channels on kgopt's kernels: a class for each class of such modules, whose forward asks a site."""
+"""Norms over channels, and norms in groups that a module's code writes out, on kgopt's kernels: a class for each class
+of such modules, whose forward asks a site.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from kgopt.rewrite import channels, classes, disguise, watching
-from kgopt.rewrite.chain import CHANNELS, Chain
+from kgopt.rewrite.chain import BY_FORMULA, Chain
 from kgopt.rewrite.classes import Part
 from kgopt.rewrite.sites import Site
 from kgopt.rewrite.standing import Standing
 
 RECIPE = (("channel",),)
-_ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in CHANNELS}
+_ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in BY_FORMULA}
 
 
 def _forward(_kgopt_standing: Standing) -> Any:

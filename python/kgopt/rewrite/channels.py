@@ -1,4 +1,4 @@
-"""What a module that normalizes over channels computes of an input at hand.
+"""What a module that normalizes over channels, or writes a norm in groups out, computes of an input at hand.
 
 Such a module may be of any class: its forward says what it is (:mod:`~kgopt.rewrite.interpret`). That is asked once for
 each kind of input, and what the answer rested on is compared at each call.
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from kgopt._layout import is_channels_last
 from kgopt.rewrite import originals
+from kgopt.rewrite.chain import WRITTEN
 from kgopt.rewrite.disguise import original_class
-from kgopt.rewrite.emit import NormArgs
+from kgopt.rewrite.emit import NormArgs, written
 from kgopt.rewrite.formulas import Formula, UnknownFormulaError
 from kgopt.rewrite.interpret import Recognized, recognize
 from kgopt.rewrite.meanings import CONV_MODULES
@@ -69,7 +70,8 @@ class Meanings:
         found: Recognized | None = None
         if not autocast or device == "cuda":
             try:
-                found = recognize(module, rank, channels, self.axis, dtype, torch.device(device), autocast, parameters)
+                kind = torch.device(device), autocast, parameters, self.kind == WRITTEN
+                found = recognize(module, rank, channels, self.axis, dtype, *kind)
             except UnknownFormulaError:
                 found = None
         if found is not None and not _is_ours(found, self.kind, self.axis, dtype, autocast):
@@ -80,7 +82,7 @@ class Meanings:
 
 def _is_ours(found: Recognized, kind: str, axis: int, dtype: torch.dtype, autocast: bool) -> bool:
     formula = found.formula
-    if formula.kind != kind or (autocast and (found.looks_at_autocast or dtype is torch.float64)):
+    if formula.norm != kind or (autocast and (found.looks_at_autocast or dtype is torch.float64)):
         return False
     if axis == -1 and formula.lies is not None:
         return False  # PyTorch's kernel for the last dim, whose result is contiguous
@@ -90,7 +92,10 @@ def _is_ours(found: Recognized, kind: str, axis: int, dtype: torch.dtype, autoca
 def _is_of_any_number(module: nn.Module, found: Recognized, rank: int, axis: int, device: str) -> bool:
     """Whether a norm without parameters is that of any number of channels."""
     try:
-        other = recognize(module, rank, _GUESS + 3, axis, torch.float32, torch.device(device), False)
+        is_written = bool(found.formula.groups)
+        other = recognize(
+            module, rank, _GUESS + 3, axis, torch.float32, torch.device(device), False, in_groups=is_written
+        )
     except UnknownFormulaError:  # F.layer_norm is told its number
         return False
     return other.formula == found.formula
@@ -112,13 +117,13 @@ def meanings_of(module: nn.Module) -> Meanings | None:
     if not dtype.is_floating_point or not channels:
         return None
     device = parameters[0].device.type if parameters else "cpu"
-    for axis, ranks in ((1, (4, 5, 3)), (-1, (4, 5))):
+    for axis, ranks, in_groups in ((1, (4, 5, 3), False), (-1, (4, 5), False), (1, (4, 5), True)):
         for rank in ranks:
             try:
-                found = recognize(module, rank, channels, axis, dtype, torch.device(device), False)
+                found = recognize(module, rank, channels, axis, dtype, torch.device(device), False, in_groups=in_groups)
             except UnknownFormulaError:
                 continue
-            meanings = Meanings(found.formula.kind, axis)
+            meanings = Meanings(found.formula.norm, axis)
             if not _is_ours(found, meanings.kind, axis, dtype, False):
                 continue
             if not counts:
@@ -182,5 +187,10 @@ def arguments(norm: Any, meanings: Meanings, x: Tensor) -> NormArgs | None:
     bias = parameters[formula.bias] if formula.bias else None
     if weight is not None and bias is not None and weight.dtype is not bias.dtype:
         return None
+    if formula.groups:
+        made = written(weight, bias, formula, x.shape[1])
+        # What views are taken of is contiguous; a group of one value is PyTorch's.
+        lies = x.is_contiguous() if formula.lies is not None else True
+        return made if lies and x.numel() != made.num_groups * x.shape[0] else None
     factors = formula.factor, formula.bias_factor
     return NormArgs(0, weight, bias, formula.eps, *factors, formula.axis, formula.lies)

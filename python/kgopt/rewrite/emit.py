@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 from kgopt import ops as ops
 from kgopt._scale_shift import arranged, for_each_sample, is_number, rows, slopes
 from kgopt.reference import torch_activation
-from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, Chain
+from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, WRITTEN, Chain
+from kgopt.rewrite.formulas import Formula
 from kgopt.torch_private import without_autocast_on_cuda
 
 _OPS = torch.ops.kgopt
@@ -76,6 +77,16 @@ class NormArgs:
     slope: Any = None  # of the PReLU behind it
     multiplier: Any = None  # one value a sample and channel, or a map, that its result is multiplied with
     addend: Any = None  # and that is added then
+    is_written: bool = (
+        False  # code writes a norm in groups out: weight and bias have any shape, and numbers beside them
+    )
+
+
+def written(weight: Any, bias: Any, formula: Formula, channels: int) -> NormArgs:
+    """Those of a norm in groups that code writes out."""
+    groups = channels if formula.groups < 0 else formula.groups
+    factors = formula.factor, formula.bias_factor
+    return NormArgs(groups, weight, bias, formula.eps, *factors, lies=formula.lies, is_written=True)
 
 
 def call_now(function: Callable[..., Any], *args: Any) -> Any:
@@ -108,7 +119,7 @@ def emit_kgopt(
     ``fold_pre``: the activations before the norm run inside it; ``call_norm``: another ``call`` for the norm;
     ``added``: what a chain with a sum adds.
     """
-    n = norm
+    n = replace(norm, **_affine_of(call, x, norm)) if norm.is_written else norm
     if chain.norm in CHANNELS:
         return _emit_channel_norm(chain, call, call_norm or call, x, n)
     if chain.maps:
@@ -205,15 +216,21 @@ def modulated_norm_without_autocast(*args: Any) -> Tensor:
 
 
 def _emit_channel_norm(chain: Chain, call: Call, call_norm: Call, x: Any, n: NormArgs) -> Any:
+    weight, bias = _affine_of(call, x, n).values()
+    x = x if n.axis == 1 else call(torch.movedim, x, n.axis, 1)
+    y = call_norm(_OPS.channel_norm.default, x, weight, bias, chain.norm, n.eps, chain.post)
+    y = y if n.axis == 1 else call(torch.movedim, y, 1, n.axis)
+    return y if n.lies is None else call(_lying, y, n.lies)
+
+
+def _affine_of(call: Call, x: Any, n: NormArgs) -> dict[str, Any]:
+    """Weight and bias as the ops want them, with the numbers that the code multiplies with."""
     wide = n.factor != 1 or n.bias_factor != 1
     weight = None if n.weight is None else call(_flat, n.weight, n.factor, wide)
     if n.weight is None and n.factor != 1:
         weight = call(_filled, x, n.axis, n.factor)
     bias = None if n.bias is None else call(_flat, n.bias, n.bias_factor, wide)
-    x = x if n.axis == 1 else call(torch.movedim, x, n.axis, 1)
-    y = call_norm(_OPS.channel_norm.default, x, weight, bias, chain.norm, n.eps, chain.post)
-    y = y if n.axis == 1 else call(torch.movedim, y, 1, n.axis)
-    return y if n.lies is None else call(_lying, y, n.lies)
+    return {"weight": weight, "bias": bias}
 
 
 def _flat(p: Tensor, factor: float, wide: bool) -> Tensor:
@@ -260,6 +277,19 @@ def _torch_channel_norm(x: Tensor, n: NormArgs, kind: str) -> Tensor:
     return y.to(x.dtype)
 
 
+def _torch_written_norm(x: Tensor, n: NormArgs) -> Tensor:
+    """A norm in groups as models write it."""
+    u = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    u = u.reshape(x.shape[0], n.num_groups, -1) if n.num_groups != x.shape[1] else u
+    dims = list(range(2, u.dim()))
+    u = u - u.mean(dims, keepdim=True)
+    y = (u * torch.rsqrt(u.square().mean(dims, keepdim=True) + n.eps)).reshape(x.shape).to(x.dtype)
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    y = y if n.factor == 1 else y * n.factor
+    y = y if n.weight is None else y * n.weight.reshape(shape)
+    return (y if n.bias is None else y + n.bias.reshape(shape) * n.bias_factor).to(x.dtype)
+
+
 def run_torch(chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs) -> Tensor:
     """The chain in PyTorch's own functions: what is measured against, and, in float64, the reference."""
     if conv is not None:
@@ -270,7 +300,9 @@ def run_torch(chain: Chain, x: Tensor, conv: ConvArgs | None, norm: NormArgs) ->
         x = TORCH_CONVS[chain.conv](x, conv.weight, conv.bias, conv.stride, conv.padding, *tail)
     y = x
     y = torch_activation(y, chain.pre)
-    if chain.norm in CHANNELS:
+    if norm.is_written:
+        y = _torch_written_norm(y, norm)
+    elif chain.norm in CHANNELS:
         y = _torch_channel_norm(y, norm, chain.norm)
     elif chain.norm == "instance":
         y = F.instance_norm(y, weight=norm.weight, bias=norm.bias, eps=norm.eps)
@@ -295,8 +327,8 @@ def _torch_group_norm(x: Tensor, norm: NormArgs) -> Tensor:
 
 def as_torch_is_contiguous(chain: Chain, device: torch.device) -> bool:
     """Where PyTorch gives a contiguous tensor though x is channels_last, and kgopt would keep channels_last."""
-    if chain.norm in CHANNELS:
-        return False  # emit_kgopt sees to it
+    if chain.norm in (*CHANNELS, WRITTEN):
+        return False  # emit_kgopt sees to it, or code that is written out keeps the format
     return not chain.reduce and (chain.norm == "instance" or device.type == "cuda")
 
 

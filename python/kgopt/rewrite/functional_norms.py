@@ -1,4 +1,6 @@
-"""Norms over channels in captured graphs: nodes whose values, of one node's, are such a norm."""
+"""Norms over channels, and norms in groups that are written out, in captured graphs: nodes whose values, of one node's,
+are such a norm.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from kgopt._layout import is_dense_channels_last
 from kgopt.rewrite import formulas, originals
-from kgopt.rewrite.emit import NormArgs
+from kgopt.rewrite.captured import uses_autocast, value
+from kgopt.rewrite.emit import NormArgs, written
 from kgopt.rewrite.formulas import Formula, UnknownFormulaError, Value
 from kgopt.rewrite.patterns import Node
 
 _RANKS = {1: (3, 4, 5), -1: (4, 5)}  # by the dim of channels: tokens of attention are PyTorch's
 # What a norm starts with.
 _FIRST = {"pow", "square", "mul", "mean", "norm", "vector_norm", "linalg_vector_norm", "normalize", "var", "std", "sub"}
+_FIRST |= {"var_mean", "layer_norm", "view", "reshape", "flatten"}
 _FIRST |= {"permute", "movedim", "moveaxis", "transpose", "to", "float", "type"}
 
 
@@ -39,6 +44,8 @@ class ChannelNorm(Node):
         f: Formula = self.formula
         named = {n.name: n for member in self.members for n in member.all_input_nodes}
         weight, bias = (named.get(name) for name in (f.weight, f.bias))
+        if f.groups:
+            return written(weight, bias, f, value(self.of).shape[1])
         return NormArgs(0, weight, bias, f.eps, f.factor, f.bias_factor, f.axis, f.lies)
 
 
@@ -46,11 +53,12 @@ def find(graph: fx.Graph) -> dict[fx.Node, ChannelNorm]:
     """Those of a graph, by the node that gives their value."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     found: dict[fx.Node, ChannelNorm] = {}
+    in_groups = not uses_autocast(graph)  # whose op has a rule of its own
     taken: set[fx.Node] = set()
     for node in place:
         if (node in taken and node not in found) or not any(_name_of(user) in _FIRST for user in node.users):
             continue
-        for norm in _norms_of(node, place):
+        for norm in _norms_of(node, place, in_groups):
             if not taken & set(norm.members):
                 found[norm.members[-1]] = norm
                 taken.update(norm.members)
@@ -72,32 +80,52 @@ def _name_of(node: fx.Node) -> str:
     return getattr(node.target, "__name__", "")
 
 
-def _norms_of(of: fx.Node, place: dict[fx.Node, int]) -> Iterator[ChannelNorm]:
+def _norms_of(of: fx.Node, place: dict[fx.Node, int], in_groups: bool) -> Iterator[ChannelNorm]:
     """The largest ones first."""
     x = _tensor(of)
     if x is None or not x.dtype.is_floating_point or torch.is_autocast_enabled(x.device.type):
         return
-    for axis, ranks in _RANKS.items():
-        channels = x.shape[axis] if x.dim() in ranks else None
-        if type(channels) is not int:
-            continue
-        values = _values(of, formulas.input_value(x.dim(), channels, axis, x.dtype, False), place)
+    for given in _inputs(of, x, in_groups):
+        values = _values(of, given, place)
         for last in sorted(values.keys() - {of}, key=place.__getitem__, reverse=True):
             try:
                 formula = formulas.recognize(values[last])
             except UnknownFormulaError:
                 continue
             members = sorted(_between(of, last, values), key=place.__getitem__)
-            if formula.dtype is not x.dtype or (axis == -1 and formula.lies is not None):
+            made = value(last)
+            if not isinstance(made, Tensor) or made.dtype is not x.dtype or made.shape != x.shape:
+                continue
+            if formula.dtype is not x.dtype or (formula.axis != 1 and formula.lies is not None):
+                continue
+            if formula.groups and not (x.is_contiguous() or (formula.lies is None and is_dense_channels_last(x))):
                 continue
             if all(user in members for member in members[:-1] for user in member.users):
                 at = members[0].all_input_nodes.index(of)
-                yield ChannelNorm("norm", name=formula.kind, of=of, at=at, formula=formula, members=members)
+                name = "group" if formula.groups else formula.kind
+                yield ChannelNorm("norm", name=name, of=of, at=at, formula=formula, members=members)
 
 
-def _values(of: fx.Node, x: Value, place: dict[fx.Node, int]) -> dict[fx.Node, Value]:
+def _inputs(of: fx.Node, x: Tensor, in_groups: bool) -> Iterator[Value]:
+    """What a node is taken for, one after the other."""
+    for axis, ranks in _RANKS.items():
+        channels = x.shape[axis] if x.dim() in ranks else None
+        if type(channels) is int:
+            yield formulas.input_value(x.dim(), channels, axis, x.dtype, False)
+    if not in_groups or x.dim() not in (4, 5) or type(x.shape[1]) is not int:
+        return
+    channels, groups = x.shape[1], {x.shape[1], 1}
+    for shape in (t.shape for user in of.users if (t := _tensor(user)) is not None and t.dim() > 1):
+        groups |= {s for s in (shape[1], shape[0] // x.shape[0]) if type(s) is int and s > 0 and channels % s == 0}
+    for count in sorted(groups):
+        given = formulas.grouped_input(x.shape, count, x.dtype, False)
+        if given.count != 1:
+            yield given
+
+
+def _values(of: fx.Node, x: Value, place: dict[fx.Node, int]) -> dict[fx.Node, Any]:
     """What nodes compute of one, as far as norms go."""
-    values = {of: x}
+    values: dict[fx.Node, Any] = {of: x}
     waiting = set(of.users)
     while waiting:
         node = min(waiting, key=place.__getitem__)
@@ -114,8 +142,8 @@ def _values(of: fx.Node, x: Value, place: dict[fx.Node, int]) -> dict[fx.Node, V
     return values
 
 
-def _given(arguments: Any, values: dict[fx.Node, Value]) -> Any:
-    def value(node: fx.Node) -> Any:
+def _given(arguments: Any, values: dict[fx.Node, Any]) -> Any:
+    def value_of(node: fx.Node) -> Any:
         if node in values:
             return values[node]
         p = _tensor(node)
@@ -123,10 +151,10 @@ def _given(arguments: Any, values: dict[fx.Node, Value]) -> Any:
             raise UnknownFormulaError("it computes with what is no constant")
         return formulas.parameter(node.name, p.shape, p.dtype)
 
-    return fx.map_arg(arguments, value)
+    return fx.map_arg(arguments, value_of)
 
 
-def _between(of: fx.Node, last: fx.Node, values: dict[fx.Node, Value]) -> Iterator[fx.Node]:
+def _between(of: fx.Node, last: fx.Node, values: dict[fx.Node, Any]) -> Iterator[fx.Node]:
     seen, waiting = {of}, [last]
     while waiting:
         node = waiting.pop()

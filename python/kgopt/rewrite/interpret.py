@@ -1,4 +1,4 @@
-"""A module's forward, run once on a stand-in for its input: which norm over channels it computes.
+"""A module's forward, run once on a stand-in for its input: which norm it computes.
 
 The forward runs with an object in the place of ``self`` that notes which attributes are read, and with symbolic values
 (:mod:`~kgopt.rewrite.formulas`) in the place of the input and the parameters. A forward that looks at sizes or values
@@ -166,6 +166,8 @@ class _Symbol:
         if v.shape is not None:
             return torch.Size(v.shape)
         assert v.order is not None
+        if v.sizes:
+            return tuple(_Unasked() if size is None else size for size in v.sizes_of(v.order))
         return tuple((1 if v.is_reduced else v.channels) if d == v.axis else _Unasked() for d in v.order)
 
     def size(self, dim: int | None = None) -> Any:
@@ -206,6 +208,8 @@ class _Symbol:
 
     def _apply(self, name: str, *args: Any, **kwargs: Any) -> Any:
         result = formulas.apply(name, [_plain(a) for a in args], {k: _plain(v) for k, v in kwargs.items()})
+        if isinstance(result, tuple):
+            return tuple(_Symbol(value, self._notes, self._device) for value in result)
         return _Symbol(result, self._notes, self._device)
 
     @classmethod
@@ -329,15 +333,33 @@ def recognize(
     device: torch.device,
     autocast: bool,
     parameters: torch.dtype | None = None,
+    in_groups: bool = False,
 ) -> Recognized:
-    """The norm over dim ``axis`` that a module computes of an input; ``parameters``: if they had another dtype.
+    """The norm over dim ``axis`` that a module computes of an input; ``parameters``: if they had another dtype;
+    ``in_groups``: over positions instead, and groups of channels.
 
     Raises:
         UnknownFormulaError: it computes something else, as far as can be seen.
     """
+    if not in_groups:
+        given = formulas.input_value(rank, channels, axis, dtype, autocast)
+        return _recognize(module, given, device, parameters)
+    sizes = (_Unasked(), channels, *(_Unasked() for _ in range(rank - 2)))
+    tried = [channels, 1]
+    for groups in tried:
+        try:
+            return _recognize(module, formulas.grouped_input(sizes, groups, dtype, autocast), device, parameters)
+        except formulas.GroupsError as error:
+            tried += [] if error.groups in tried else [error.groups]
+        except UnknownFormulaError:
+            continue
+    raise UnknownFormulaError("it is no norm in groups of channels")
+
+
+def _recognize(module: nn.Module, given: Value, device: torch.device, parameters: torch.dtype | None) -> Recognized:
     notes = _Notes(module)
     notes.parameters_as = parameters
-    x = _Symbol(formulas.input_value(rank, channels, axis, dtype, autocast), notes, device)
+    x = _Symbol(given, notes, device)
     for base in notes.cls.__mro__:
         if base is not nn.Module and "forward" in vars(base):
             notes.places.read(base, "forward")

@@ -318,7 +318,7 @@ for _place in (
     *methods(("relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_", "mean", "logsumexp", "flatten", "add")),
     *methods(f"{name}{end}" for name in ("clamp", "clamp_min", "clamp_max", "clip") for end in ("", "_")),
     *methods(("__add__", "__iadd__", "__mul__", "__imul__", "__rmul__", "__radd__", "__truediv__")),
-    *methods(("add_", "mul", "mul_", "addcmul", "contiguous", "float", "type_as")),
+    *methods(("add_", "mul", "mul_", "addcmul", "contiguous", "float", "type_as", "expand", "expand_as")),
 ):
     _value(_place)
 

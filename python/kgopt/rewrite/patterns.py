@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kgopt.rewrite.chain import CHANNELS, PRELU, Chain, takes_another
+from kgopt.rewrite.chain import BY_FORMULA, PRELU, Chain, takes_another
 
 
 @dataclass(eq=False)
@@ -98,12 +98,12 @@ def match(
 
     post: list[Node] = []
     last = norm
-    prelu = norm.name not in CHANNELS
+    prelu = norm.name not in BY_FORMULA
     while (user := _sole_user(last)) is not None and user.kind in ("act", "same") and _has_room(post, user, prelu):
         post.append(user)
         last = user
 
-    if norm.name in CHANNELS:  # the op takes the activations behind it
+    if norm.name in BY_FORMULA:  # the op takes the activations behind it
         while post and post[-1].kind == "same":
             post.pop()
         return _build(norm, None, [], post, [])

@@ -21,7 +21,7 @@ from kgopt import ops as ops
 from kgopt._layout import as_channels_last, is_dense_channels_last
 from kgopt.rewrite import carry, channels, maps, originals, policy, recompute, spared, watching
 from kgopt.rewrite.arguments import channels_of, conv_args, fits, is_plain, keeps_format, norm_args, slope_of
-from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, PRELU, Chain
+from kgopt.rewrite.chain import BY_FORMULA, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, PRELU, Chain
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import ConvArgs, NormArgs, as_torch, call_now, emit_kgopt, modulated_norm, without_autocast
 from kgopt.rewrite.glue.kernels import lies_as
@@ -68,7 +68,7 @@ class Site:
         self.norm_at = roles.index("norm")
         self.others = tuple((i, role) for i, role in enumerate(roles) if role != "norm")
         # The usual site, a norm and its activation, takes a short way: eager calls cost microseconds.
-        self.is_channel = chain.norm in CHANNELS
+        self.is_channel = chain.norm in BY_FORMULA
         self.short = chain == Chain(norm=chain.norm, post=chain.post) and not (self.is_channel or chain.has_prelu)
         self.short_prelu = chain == Chain(norm=chain.norm, post=chain.post) and chain.has_prelu and not self.is_channel
         # PyTorch's instance norm has no rule under autocast: it gives what it is given. Softplus has: float32. So has

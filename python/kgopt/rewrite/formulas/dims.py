@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kgopt.rewrite.formulas.values import UnknownFormulaError, Value, cast
+from kgopt.rewrite.formulas.values import GroupsError, UnknownFormulaError, Value, cast, check_order, is_size
 
 
 def permute(a: Value, *dims: Any) -> Value:
@@ -65,8 +65,10 @@ def to(a: Value, *args: Any, **kwargs: Any) -> Value:
 
 
 def view(a: Value, *shape: Any) -> Value:
-    """Of a parameter."""
-    listed = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+    """Of a parameter, or of a value of x in groups."""
+    listed = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else list(shape)
+    if a.sizes and a.order is not None:
+        return _regrouped(a, listed)
     if a.shape is None or not all(type(s) is int for s in listed):
         raise UnknownFormulaError("it takes a view of the input")
     count = math.prod(a.shape)
@@ -79,19 +81,67 @@ def view(a: Value, *shape: Any) -> Value:
     return replace(a, shape=found)
 
 
+def _regrouped(a: Value, shape: list[Any]) -> Value:
+    """A value of x whose elements, in x's order, are in other dims."""
+    parts = [d for part in a.order or () for d in part if not (a.is_reduced and d in a.over)]
+    if parts != sorted(parts):
+        raise UnknownFormulaError("it takes a view of dims in another order")
+    if sum(is_size(s, -1) for s in shape) > 1:
+        raise UnknownFormulaError("it takes a view that does not fit")
+    at = next((i for i, s in enumerate(shape) if is_size(s, -1)), len(shape))
+    front = [_taken(a, parts, s, 0) for s in shape[:at]]
+    back = [_taken(a, parts, s, -1) for s in reversed(shape[at + 1 :])]
+    rest = [tuple(parts)] if at < len(shape) else []
+    if parts and not rest:
+        raise UnknownFormulaError("it takes a view that does not fit")
+    order = (*front, *rest, *reversed(back))
+    # A view of another layout is an error, and a copy contiguous.
+    return replace(a, order=order, lies=a.lies if a.is_reduced else order)
+
+
+def _taken(a: Value, parts: list[int], size: Any, end: int) -> tuple[int, ...]:
+    """Takes the dims that one of this size is made of from an end of ``parts``."""
+    found: list[int] = []
+    while not is_size(size, a.sizes_of((tuple(found),))[0]):
+        if not parts or (found and type(size) is not int):
+            raise UnknownFormulaError("it takes a view that does not fit")
+        next_size = a.sizes[parts[end]]
+        left = size // a.sizes_of((tuple(found),))[0] if type(size) is int and size > 0 else 0
+        if parts[end] in a.axis and 1 < left < next_size == a.channels and next_size % left == 0 and end == 0:
+            raise GroupsError(left)
+        if type(size) is int and (type(next_size) is not int or next_size > left):
+            raise UnknownFormulaError("it takes a view that does not fit")
+        found.insert(len(found) if end == 0 else 0, parts.pop(end))
+    return tuple(found)
+
+
+def flatten(a: Value, start_dim: int = 0, end_dim: int = -1) -> Value:
+    """Of a value of x in groups."""
+    if not a.sizes or a.order is None or not all(-a.rank <= d < a.rank for d in (start_dim, end_dim)):
+        raise UnknownFormulaError("it takes a view of the input")
+    first, last = start_dim % a.rank, end_dim % a.rank + 1
+    joined = tuple(d for part in a.order[first:last] for d in part)
+    parts = [d for part in a.order for d in part]
+    if first >= last or parts != sorted(parts):
+        raise UnknownFormulaError("it takes a view of dims in another order")
+    order = (*a.order[:first], joined, *a.order[last:])
+    return replace(a, order=order, lies=a.lies if a.is_reduced else order)
+
+
 def unsqueeze(a: Value, dim: int) -> Value:
-    """Of a parameter."""
-    if a.shape is None or type(dim) is not int or not -a.rank - 1 <= dim <= a.rank:
+    """Of a parameter, or of a value of x in groups."""
+    if type(dim) is not int or not -a.rank - 1 <= dim <= a.rank:
         raise UnknownFormulaError("it adds a dim to the input")
-    shape = list(a.shape)
-    shape.insert(dim % (a.rank + 1), 1)
-    return replace(a, shape=tuple(shape))
+    return getitem(a, (*[slice(None)] * (dim % (a.rank + 1)), None))
 
 
-def getitem(a: Value, index: Any) -> Value:
-    """``weight[None, :, None, None]``."""
+def getitem(a: Any, index: Any) -> Value:
+    """``weight[None, :, None, None]``; one of several values."""
+    if isinstance(a, tuple):
+        return a[index]  # type: ignore[no-any-return]
     listed = list(index) if isinstance(index, tuple) else [index]
-    if a.shape is None or any(i is not None and i is not ... and i != slice(None) for i in listed):
+    held: Any = a.shape if a.shape is not None else a.order if a.sizes else None
+    if held is None or any(i is not None and i is not ... and i != slice(None) for i in listed):
         raise UnknownFormulaError("it indexes a tensor")
     taken = sum(isinstance(i, slice) for i in listed)
     if listed.count(...) > 1 or taken > a.rank:
@@ -100,12 +150,25 @@ def getitem(a: Value, index: Any) -> Value:
         listed.append(...)
     at = listed.index(...)
     listed[at : at + 1] = [slice(None)] * (a.rank - taken)
-    sizes = iter(a.shape)
-    return replace(a, shape=tuple(1 if i is None else next(sizes) for i in listed))
+    given = iter(held)
+    new: Any = 1 if a.shape is not None else ()
+    made = tuple(new if i is None else next(given) for i in listed)
+    return replace(a, shape=made) if a.shape is not None else replace(a, order=made)
+
+
+def expand(a: Value, *shape: Any) -> Value:
+    """What broadcasting does anyway: to the sizes of x."""
+    listed = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else list(shape)
+    sizes = replace(a, is_reduced=False).sizes_of(a.whole) if a.sizes else ()
+    if a.order is None or len(sizes) != len(listed) or not all(map(is_size, sizes, listed)):
+        raise UnknownFormulaError("it expands a tensor")
+    check_order(a, replace(a, order=a.whole, is_reduced=False))
+    return a
 
 
 def expand_as(a: Value, other: Value) -> Value:
     """What broadcasting does anyway."""
-    if a.order is None or other.order != a.order:
+    if a.order is None or other.order is None:
         raise UnknownFormulaError("it expands a tensor")
+    check_order(a, other)
     return a

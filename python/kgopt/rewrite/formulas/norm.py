@@ -1,4 +1,4 @@
-"""Which norm over channels a value is."""
+"""Which norm a value is: over channels, or in groups of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from kgopt.rewrite.chain import WRITTEN
 from kgopt.rewrite.formulas.values import Atom, Term, U, UnknownFormulaError, Value, X
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A norm over channels: ``norm(x) * factor * weight + bias_factor * bias``, in the terms of the op."""
+    """A norm: ``norm(x) * factor * weight + bias_factor * bias``, in the terms of the op."""
 
     kind: str
     eps: float
@@ -23,6 +24,12 @@ class Formula:
     axis: int  # the dim of the channels
     dtype: torch.dtype  # of the result
     lies: tuple[int, ...] | None  # the order of dims in which the result is contiguous; None: as x lies
+    groups: int = 0  # of channels; -1: as many as channels; 0: it is a norm over channels
+
+    @property
+    def norm(self) -> str:
+        """As in :class:`~kgopt.rewrite.chain.Chain`."""
+        return WRITTEN if self.groups else self.kind
 
 
 _NORMS: dict[tuple[Atom, str, Atom], tuple[str, float]] = {
@@ -42,7 +49,7 @@ def recognize(value: Any) -> Formula:
     """
     if not isinstance(value, Value) or value.order is None or value.is_reduced:
         raise UnknownFormulaError("its result is no tensor of the input's size")
-    if value.order != tuple(range(value.rank)):
+    if value.order != value.whole:
         raise UnknownFormulaError("its result has its dims in another order")
     main = [t for t in value.terms if any(atom[0] != "parameter" for atom, _ in t.powers)]
     rest = [t for t in value.terms if t not in main]
@@ -60,6 +67,8 @@ def recognize(value: Any) -> Formula:
     found = _NORMS.get((base[0][0], atom[0], atom[1]))
     if found is None or found[1] != p:
         raise UnknownFormulaError("it is no product of the input and its scale")
+    if value.sizes and found[0] != "layer":
+        raise UnknownFormulaError("it divides by a length over positions")
     kind, eps = found[0], float(atom[2]) if len(atom) > 2 else 0.0
     factor = main[0].factor * (1.0 if kind != "l2" else value.channels**-0.5)
     assert value.dtype is not None
@@ -70,9 +79,10 @@ def recognize(value: Any) -> Formula:
         weight,
         bias,
         rest[0].factor if rest else 1.0,
-        value.axis,
+        1 if value.sizes else value.axis[0],
         value.dtype,
-        value.lies,
+        None if value.lies is None else tuple(range(value.rank)) if value.sizes else tuple(d for (d,) in value.lies),
+        0 if not value.sizes else -1 if value.sizes[2] == 1 else value.sizes[1],
     )
 
 

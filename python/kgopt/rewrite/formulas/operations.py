@@ -8,7 +8,19 @@ from typing import Any
 
 import torch
 
-from kgopt.rewrite.formulas.dims import contiguous, expand_as, getitem, movedim, permute, to, transpose, unsqueeze, view
+from kgopt.rewrite.formulas.dims import (
+    contiguous,
+    expand,
+    expand_as,
+    flatten,
+    getitem,
+    movedim,
+    permute,
+    to,
+    transpose,
+    unsqueeze,
+    view,
+)
 from kgopt.rewrite.formulas.reductions import (
     at_least,
     layer_norm,
@@ -18,6 +30,7 @@ from kgopt.rewrite.formulas.reductions import (
     rms_norm,
     total,
     variance,
+    variance_and_mean,
     vector_length,
 )
 from kgopt.rewrite.formulas.values import UnknownFormulaError, Value, add, cast, multiply, power
@@ -52,7 +65,7 @@ def _names(function: Callable[..., Value], *names: str) -> dict[str, Callable[..
 OPERATIONS: dict[str, Callable[..., Value]] = {
     **_names(lambda a, b: multiply(a, b), "mul", "multiply", "__mul__", "__rmul__"),
     **_names(_divided, "div", "divide", "true_divide", "__truediv__", "truediv"),
-    **_names(lambda a, b: multiply(b, a, -1.0), "__rtruediv__", "__rdiv__"),
+    **_names(lambda a, b: multiply(power(a, -1), b), "__rtruediv__", "__rdiv__"),  # so does PyTorch
     **_names(_scaled_add(1.0), "add", "__add__", "__radd__"),
     **_names(_scaled_add(-1.0), "sub", "subtract", "__sub__"),
     **_names(lambda a, b: add(b, a, -1.0), "__rsub__", "rsub"),
@@ -64,7 +77,8 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "mean": mean,
     "sum": total,
     "var": variance,
-    "std": lambda *args, **kwargs: power(variance(*args, **kwargs), 0.5),
+    "std": lambda *args, **kwargs: _root(variance(*args, **kwargs)),
+    "var_mean": variance_and_mean,
     "norm": length,
     **_names(vector_length, "vector_norm", "linalg_vector_norm"),
     "clamp": at_least,
@@ -86,12 +100,14 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     **_names(view, "view", "reshape"),
     "unsqueeze": unsqueeze,
     **_names(getitem, "__getitem__", "getitem"),
+    "flatten": flatten,
+    "expand": expand,
     "expand_as": expand_as,
 }
 
 
-def apply(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Value:
-    """What a function or method of tensors gives.
+def apply(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a function or method of tensors gives: a value, or several.
 
     Raises:
         UnknownFormulaError: it has no part in norms, or not with these arguments.

@@ -11,10 +11,19 @@ import torch
 
 X, U, MEAN = ("x",), ("u",), ("mean",)  # the input, without its mean, its mean
 Atom = tuple[Any, ...]
+Order = tuple[tuple[int, ...], ...]
 
 
 class UnknownFormulaError(Exception):
-    """Why a computation is no norm over channels."""
+    """Why a computation is no norm that is known."""
+
+
+class GroupsError(UnknownFormulaError):
+    """It takes a view of so many groups of channels: asked again with these, it may be a norm."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__("it groups channels")
+        self.groups = groups
 
 
 @dataclass(frozen=True)
@@ -41,16 +50,23 @@ def _number_power(number: float, power: float) -> float:
 
 @dataclass(frozen=True)
 class Value:
-    """What an expression holds."""
+    """What an expression holds.
+
+    x's dims are numbered; of a norm in groups x's channels are two of them, groups and the channels of each.
+    """
 
     terms: tuple[Term, ...]
-    order: tuple[int, ...] | None = None  # of a value of x: which of x's dims each of its dims is
+    order: Order | None = None  # of a value of x: which of x's dims each of its dims is made of
     shape: tuple[int, ...] | None = None  # of one of parameters alone
     dtype: torch.dtype | None = None  # None: a number
     channels: int = 0  # of x's
-    axis: int = -1  # of x's dims, the one with the channels
-    is_reduced: bool = False  # one value for all channels
-    lies: tuple[int, ...] | None = None  # the order in which it is contiguous; None: it lies as x does
+    axis: tuple[int, ...] = ()  # x's dims with the channels
+    over: frozenset[int] = frozenset()  # x's dims that are reduced
+    count: int = 0  # of the values that are reduced to one; 0: it is not known
+    whole: Order = ()  # x's own order
+    sizes: tuple[Any, ...] = ()  # of a norm in groups: of x's dims, an int or an object that stands for one
+    is_reduced: bool = False  # one value for all of ``over``
+    lies: Order | None = None  # the order in which it is contiguous; None: it lies as x does
     half_is_float: bool = False  # autocast is on: some functions give float32
 
     @property
@@ -64,6 +80,15 @@ class Value:
         assert self.order is not None
         return self.order.index(self.axis)
 
+    def sizes_of(self, order: Order) -> tuple[Any, ...]:
+        """Of dims that are made of these of x's: None where several meet of which one is not known."""
+        found: list[Any] = []
+        for part in order:
+            sizes = [self.sizes[d] for d in part if not (self.is_reduced and d in self.over)]
+            are_known = all(type(s) is int for s in sizes)
+            found.append(math.prod(sizes) if are_known else sizes[0] if len(sizes) == 1 else None)
+        return tuple(found)
+
 
 def _atom(atom: Atom) -> Term:
     return Term(1.0, frozenset(((atom, 1.0),)))
@@ -71,8 +96,28 @@ def _atom(atom: Atom) -> Term:
 
 def input_value(rank: int, channels: int, axis: int, dtype: torch.dtype, autocast: bool) -> Value:
     """x itself."""
-    order = tuple(range(rank))
-    return Value((_atom(X),), order, None, dtype, channels, axis % rank, half_is_float=autocast)
+    order = tuple((d,) for d in range(rank))
+    over = (axis % rank,)
+    values = Value((_atom(X),), order, None, dtype, channels, over, frozenset(over), channels)
+    return replace(values, whole=order, half_is_float=autocast)
+
+
+def grouped_input(sizes: Sequence[Any], groups: int, dtype: torch.dtype, autocast: bool) -> Value:
+    """x itself ``[N, C, *S]``, to be normalized in groups of channels. Of its sizes only C has to be a number."""
+    channels: int = sizes[1]
+    split = (sizes[0], groups, channels // groups, *sizes[2:])
+    parts = [(0,), (1, 2), *((d,) for d in range(3, len(split)))]
+    # A dim of size 1 is part of none, wherever it stands.
+    order = tuple(tuple(d for d in part if not is_size(split[d], 1)) for part in parts)
+    over = frozenset(d for d in range(2, len(split)) if not is_size(split[d], 1))
+    known = [split[d] for d in over]
+    count = math.prod(known) if all(type(s) is int for s in known) else 0
+    return Value((_atom(X),), order, None, dtype, channels, order[1], over, count, order, split, half_is_float=autocast)
+
+
+def is_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are known to be the same; objects stand for sizes that are not known."""
+    return a is b or (type(a) is int and type(b) is int and a == b)
 
 
 def parameter(name: str, shape: Sequence[int], dtype: torch.dtype) -> Value:
@@ -113,17 +158,30 @@ def _joined(a: Value, b: Value, terms: tuple[Term, ...]) -> Value:
     dtype = a.dtype
     reduced, lies = a.is_reduced, a.lies
     if b.order is not None:
-        if b.order != a.order:
-            raise UnknownFormulaError("it combines values whose dims are in different orders")
+        both_reduced = a.is_reduced and b.is_reduced
+        check_order(a, b)
         dtype = torch.promote_types(_dtype(a), _dtype(b))
-        lies = b.lies if a.is_reduced else a.lies
-        reduced = a.is_reduced and b.is_reduced
+        full, other = (b, a) if a.is_reduced else (a, b)
+        # Of a norm in groups it also says that the code takes views, which contiguous tensors have.
+        lies = full.lies if full.lies is not None or not a.sizes else other.lies
+        a = b if a.is_reduced else a
+        reduced = both_reduced
     elif b.shape is not None:
         _check_broadcast(a, b.shape)
         if b.shape:  # one of no dims takes no part in promotion
             dtype = torch.promote_types(_dtype(a), _dtype(b))
-        reduced = a.is_reduced and math.prod(b.shape) == 1
+        is_within = not a.over & set(a.axis)  # channels are not reduced
+        reduced = a.is_reduced and (is_within or math.prod(b.shape) == 1)
     return replace(a, terms=terms, dtype=dtype, is_reduced=reduced, lies=lies)
+
+
+def check_order(a: Value, b: Value) -> None:
+    """Raises unless each dim of two values is made of the same of x's, or of one but for what is reduced."""
+    orders = a.order or (), b.order or ()
+    if a.is_reduced or b.is_reduced:
+        orders = tuple(tuple(tuple(d for d in part if d not in a.over) for part in o) for o in orders)  # type: ignore[assignment]
+    if orders[0] != orders[1]:
+        raise UnknownFormulaError("it combines values whose dims are in different orders")
 
 
 def _dtype(value: Value) -> torch.dtype:
