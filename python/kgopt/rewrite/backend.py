@@ -209,7 +209,8 @@ class _Reader:
         self.known: dict[fx.Node, Node] = {}
         self.channel_norms = functional_norms.find(graph_module.graph)
         self.dims_last = dims_last  # as the contest's
-        self.takes_maps = maps and not (torch.is_grad_enabled() or uses_autocast(graph_module.graph))
+        self.adds_scaled = not uses_autocast(graph_module.graph)
+        self.takes_maps = maps and self.adds_scaled and not torch.is_grad_enabled()
 
     def matches(self) -> list[Match]:
         """Chains around every norm of the graph."""
@@ -228,7 +229,8 @@ class _Reader:
         return [self._match(made) for made in self.known.values() if made.kind == "norm"]
 
     def _match(self, norm: Node) -> Match:
-        return match(norm, _adds, self._modulates)
+        adds_scaled = self.adds_scaled and isinstance(x := value(norm.origin), Tensor)
+        return match(norm, _adds, self._modulates, adds_scaled and not torch.is_autocast_enabled(x.device.type))
 
     def faster(self, found: Match, contest: Contest) -> Match:
         """One with maps, or, where the compiler's product and sum behind kgopt's norm are faster, the norm's."""

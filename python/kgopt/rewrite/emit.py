@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt import ops as ops
-from kgopt._scale_shift import arranged, for_each_sample, is_number, rows, slopes
+from kgopt._scale_shift import arranged, by_sample, for_each_sample, is_number, rows, slopes
 from kgopt.reference import torch_activation
 from kgopt.rewrite.chain import CHANNELS, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, WRITTEN, Chain
 from kgopt.rewrite.formulas import Formula
@@ -126,6 +126,9 @@ def emit_kgopt(
         op = _OPS.group_norm_maps.default
         maps = n.multiplier, n.addend
         return (call_norm or call)(op, x, None, *maps, n.num_groups, n.weight, n.bias, n.eps, chain.post)
+    if chain.is_modulated and chain.added:
+        affine = n.num_groups, n.weight, n.bias, n.eps
+        return (call_norm or call)(modulated_sum, x, added, *affine, chain.post, n.multiplier, n.addend)
     if chain.is_modulated:
         rest = (n.num_groups, n.weight, n.bias, n.eps, chain.post, n.slope, n.multiplier, n.addend)
         return (call_norm or call)(modulated_norm, x, *rest)
@@ -207,6 +210,29 @@ def modulated_norm(
         y = group_norm(u, groups, w, b, eps, act)
     else:
         y = group_norm_prelu(u, slopes(slope, x, u), groups, w, b, eps)
+    return y if u is x else y.reshape(x.shape)  # type: ignore[no-any-return]
+
+
+def modulated_sum(
+    x: Tensor,
+    other: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    act: str,
+    factor: Tensor | None,
+    shift: Tensor | None,
+    *,
+    group_norm_add: Any = _OPS.group_norm_add.default,
+) -> Tensor:
+    """``act(GroupNorm(x) * factor + shift + other)``, with factor and shift as of :func:`modulated_norm`."""
+    count = rows(factor, shift)
+    if not is_number(count) or (count > 1 and not x.is_contiguous()):
+        y = modulated_norm(x, num_groups, weight, bias, eps, "none", None, factor, shift)
+        return torch_activation(y + other, act)
+    u, groups, w, b = arranged(x, num_groups, weight, bias, factor, shift)
+    y = group_norm_add(u, other if u is x else by_sample(other), groups, w, b, eps, act)
     return y if u is x else y.reshape(x.shape)  # type: ignore[no-any-return]
 
 

@@ -55,6 +55,10 @@ VIEWS = (
 )
 _views_as_is = originals.untouched(*originals.methods(VIEWS))
 _is_addcmul_untouched = originals.untouched((torch, "addcmul"))
+_BY_NAME = {"times": (torch.mul, "mul", "mul_"), "plus": (torch.add, "add", "add_")}
+_is_by_name_untouched = originals.untouched(
+    (torch, "mul"), (torch, "add"), *originals.methods(("mul", "mul_", "add", "add_"))
+)
 
 
 @functools.lru_cache(maxsize=256)
@@ -184,6 +188,24 @@ class Modulation(Written):
         a += self.now(b)
         return a
 
+    def times_by(self, how: Any, a: Any, b: Any) -> Any:
+        """``torch.mul(a, b)``, or a's method that ``how`` names: ``mul``, ``mul_``."""
+        return self._by("times", _times, how, a, b)
+
+    def plus_by(self, how: Any, a: Any, b: Any) -> Any:
+        """``torch.add(a, b)``, or a's method ``add`` or ``add_``."""
+        return self._by("plus", _plus, how, a, b)
+
+    def _by(self, kind: str, operation: Any, how: Any, a: Any, b: Any) -> Any:
+        later, other = (a, b) if type(a) is Waiting else (b, a)
+        may_wait = type(later) is Waiting and not isinstance(other, Waiting) and _is_by_name_untouched()
+        if may_wait and any(how is known or how == known for known in _BY_NAME[kind]):
+            y = operation(later, other)
+            if y is not None:
+                return y
+        a, b = self.now(a), self.now(b)
+        return getattr(a, how)(b) if isinstance(how, str) else how(a, b)
+
     def addcmul(self, function: Any, shift: Any, a: Any, b: Any) -> Any:
         """``torch.addcmul(shift, a, b)``."""
         later, other = (a, b) if type(a) is Waiting else (b, a)
@@ -243,6 +265,55 @@ class Modulation(Written):
         return site.run(*operands) if site.ready(*operands) else None
 
 
+class Operand:
+    """What waits, for a function of the user's that multiplies it and adds to it."""
+
+    __slots__ = ("waits",)
+
+    def __init__(self, waits: Waiting) -> None:
+        self.waits = waits
+
+    def __mul__(self, other: Any) -> Any:
+        return _operand(_MODULATION.times(self.waits, other))
+
+    def __rmul__(self, other: Any) -> Any:
+        return _operand(_MODULATION.times(other, self.waits))
+
+    def __add__(self, other: Any) -> Any:
+        return _operand(_MODULATION.plus(self.waits, other))
+
+    def __radd__(self, other: Any) -> Any:
+        return _operand(_MODULATION.plus(other, self.waits))
+
+    def __getattr__(self, name: str) -> Any:  # a question, such as ndim
+        return _MODULATION.dtype_of(self.waits) if name == "dtype" else getattr(_MODULATION.like(self.waits), name)
+
+
+def _operand(value: Any) -> Any:
+    return Operand(value) if type(value) is Waiting else value
+
+
+class Helper(Written):
+    """A call of a user's function, ``modulate(h, shift, scale)``, that was read: it multiplies one argument, adds to
+    it, and asks it for sizes.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.code = function, function.__code__
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.function,)
+
+    def of(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)``, or its value for later."""
+        is_known = function is self.function and function.__code__ is self.code
+        if not is_known or torch.compiler.is_compiling():
+            args, kwargs = tuple(map(_MODULATION.now, args)), {k: _MODULATION.now(v) for k, v in kwargs.items()}
+            return function(*args, **kwargs)
+        y = function(*map(_operand, args), **{k: _operand(v) for k, v in kwargs.items()})
+        return y.waits if type(y) is Operand else y
+
+
 def _of_rank(later: Waiting, other: Any) -> Any:
     """A parameter of fewer dims, ``[C, 1, 1]``, as broadcasting takes it; anything else as it is."""
     x = later.later.x
@@ -256,7 +327,12 @@ def _times(later: Waiting, other: Any) -> Waiting | None:
         return Waiting(later.later, other)
     if later.is_plain and later.may_map(other):
         return Waiting(later.later, other, of_maps=True)
-    return None
+    # A compiler computes the small products with what reads them.
+    if later.is_plain or torch.compiler.is_compiling() or not later.may_take(other):
+        return None
+    wide = other.to(torch.promote_types(other.dtype, torch.float32))
+    factor = wide if later.factor is None else later.factor * wide
+    return Waiting(later.later, factor, None if later.shift is None else later.shift * wide)
 
 
 def _plus(later: Waiting, other: Any) -> Any:
@@ -267,12 +343,12 @@ def _plus(later: Waiting, other: Any) -> Any:
         return None
     if later.shift is None and later.may_take(shift := _of_rank(later, other)):
         return Waiting(later.later, later.factor, shift)
-    if not later.is_plain or isinstance(other, (Waiting, maps.Map)):
+    if later.views or later.added is not None or isinstance(other, (Waiting, maps.Map)):
         return None
     x = later.later.x
     if type(other) is Tensor and other.shape == x.shape and other.dtype is x.dtype and other.device == x.device:
-        return Waiting(later.later, added=other)
-    return later.later.plus(other, None)
+        return Waiting(later.later, later.factor, later.shift, added=other)
+    return later.later.plus(other, None) if later.is_plain else None
 
 
 def _is_sequential(act: Any) -> bool:
@@ -280,3 +356,6 @@ def _is_sequential(act: Any) -> bool:
     if not isinstance(act, nn.Sequential) or not act._modules or is_hooked(act) or any_global_hooks():
         return False
     return runs_like_sequential(act) and runs_in_order(act) and isinstance(next(iter(act._modules.values())), nn.Module)
+
+
+_MODULATION = Modulation()

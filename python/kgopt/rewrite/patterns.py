@@ -75,12 +75,13 @@ def match(
     norm: Node,
     adds: Callable[[Node, Node], bool] | None = None,
     modulates: Callable[[Node, Node, Node], str] | None = None,
+    adds_scaled: bool = False,
 ) -> Match:
     """The largest chain around a norm; of one node, where nothing joins it.
 
     ``adds(sum, other)``: whether a sum with another value may be part of it; ``modulates(norm, node, other)``: of what
     other has one value, a "channel" (of a sample) of what the norm gives or a "position" (a map); "": of nothing that
-    is known, or ``node``, their product or sum, is not as large.
+    is known, or ``node``, their product or sum, is not as large. ``adds_scaled``: also a sum behind products.
     """
     before = norm.inputs[0]
     pre: list[Node] = []
@@ -110,7 +111,7 @@ def match(
     whole = _residual(norm, conv, pre, post, last)  # dropouts that are none may stand anywhere in it
     if whole is not None:
         return whole
-    modulated = None if modulates is None else _modulated(norm, modulates)
+    modulated = None if modulates is None else _modulated(norm, modulates, adds if adds_scaled else None)
     if modulated is not None:
         return modulated
     summed = None if adds is None else _sum(norm, adds)
@@ -178,8 +179,10 @@ def _sum(norm: Node, adds: Callable[[Node, Node], bool]) -> Match | None:
     return Match(chain, [norm, *same, add, *post], norm.inputs[0], norm, other)
 
 
-def _modulated(norm: Node, modulates: Callable[[Node, Node, Node], str]) -> Match | None:
-    """``act(norm(x) * factor + shift)``, or one of the two; of maps both."""
+def _modulated(
+    norm: Node, modulates: Callable[[Node, Node, Node], str], adds: Callable[[Node, Node], bool] | None
+) -> Match | None:
+    """``act(norm(x) * factor + shift)``, or one of the two; of maps both. With ``adds`` also plus another tensor."""
     nodes, last = [norm], norm
     factor: Node | None = None
     shift: Node | None = None
@@ -212,15 +215,24 @@ def _modulated(norm: Node, modulates: Callable[[Node, Node, Node], str]) -> Matc
     maps = kinds == {"position"}
     if last is norm or (maps and not (factor and shift)):
         return None
+    added: Node | None = None
+    add = _sole_user(last)
+    if adds is not None and not maps and add is not None and add.kind == "add":
+        other = add.inputs[1 - add.inputs.index(last)]
+        if other is not last and not (other is add.inputs[0] and add.inplace) and adds(add, other):
+            added, last = other, add
+            nodes.append(add)
     post: list[Node] = []
-    while (user := _sole_user(last)) is not None and user.kind in ("act", "same") and _has_room(post, user, not maps):
+    prelu = not (maps or added)
+    while (user := _sole_user(last)) is not None and user.kind in ("act", "same") and _has_room(post, user, prelu):
         post.append(user)
         last = user
     while post and post[-1].kind == "same":
         post.pop()
     is_scaled, is_shifted = factor is not None, shift is not None
-    chain = Chain(norm=norm.name, scaled=is_scaled, shifted=is_shifted, maps=maps, post=_chain_name(post))
-    return Match(chain, [*nodes, *post], norm.inputs[0], norm, factor=factor, shift=shift)
+    acts = _chain_name(post)
+    chain = Chain(norm.name, added=added is not None, scaled=is_scaled, shifted=is_shifted, maps=maps, post=acts)
+    return Match(chain, [*nodes, *post], norm.inputs[0], norm, added, factor, shift)
 
 
 def _gives_norm(value: Node, reader: Node) -> bool:

@@ -23,7 +23,16 @@ from kgopt.rewrite import carry, channels, maps, originals, policy, recompute, s
 from kgopt.rewrite.arguments import channels_of, conv_args, fits, is_plain, keeps_format, norm_args, slope_of
 from kgopt.rewrite.chain import BY_FORMULA, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, PRELU, Chain
 from kgopt.rewrite.disguise import original_class
-from kgopt.rewrite.emit import ConvArgs, NormArgs, as_torch, call_now, emit_kgopt, modulated_norm, without_autocast
+from kgopt.rewrite.emit import (
+    ConvArgs,
+    NormArgs,
+    as_torch,
+    call_now,
+    emit_kgopt,
+    modulated_norm,
+    modulated_sum,
+    without_autocast,
+)
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.known import Known
 from kgopt.rewrite.meanings import CONV_MODULES, activation_class, activation_of, is_identity, untouched
@@ -476,6 +485,43 @@ class Site:
             y = _direct_modulated_norm(*args)
         return y if keeps_format(norm) else as_torch(self.chain, x, y)
 
+    def run_scaled_sum(
+        self,
+        norm: Any,
+        x: Tensor,
+        other: Any,
+        factor: Any,
+        shift: Any,
+        act: str = "none",
+        begun: NormArgs | bool = True,
+    ) -> Tensor | None:
+        """``act(norm(x) * factor + shift + other)`` in one op, where :meth:`may_modulate` said yes of factor and shift.
+
+        ``begun``, and where it is None: as of :meth:`run_added`.
+        """
+        count = _scale_shift.rows(factor, shift)
+        if torch.is_autocast_enabled(x.device.type) or not _scale_shift.is_number(count):
+            return None
+        if (
+            not is_plain(other)
+            or not lies_as(other, x)
+            or not (x.is_contiguous() or (keeps_format(norm) and count == 1))
+        ):
+            return None
+        n = begun if isinstance(begun, NormArgs) else norm_args(norm, x)
+        if n is None:
+            return None
+        watched = watching.is_watched()
+        if _is_compiling():
+            guard_methods(norm)
+        if not watched and _is_grad_enabled():
+            if not x.is_contiguous() or (hasattr(type(norm), "_kgopt_derived") and _is_narrowed(norm, x)):
+                x = self.kept(norm, n, x)
+            if act not in ("none", "relu"):  # as in run_added
+                other = self.kept(norm, n, other, "other")
+        args = x, other, n.num_groups, n.weight, n.bias, n.eps, act, factor, shift
+        return modulated_sum(*args) if watched else modulated_sum(*args, group_norm_add=_direct_group_norm_add)
+
     def may_map(self, norm: Any, x: Tensor, operand: Any) -> bool:
         """Whether ``norm(x) * operand``, plus another such one, can be one op; of a site that is :meth:`ready`.
 
@@ -563,6 +609,7 @@ _group_norm = torch.ops.kgopt.group_norm.default
 _group_norm_from_python = ops.from_python("group_norm")
 _group_norm_add = torch.ops.kgopt.group_norm_add.default
 _group_norm_add_without_grad = ops.without_grad("group_norm_add")
+_direct_group_norm_add = ops.direct("group_norm_add")
 _recorded_group_norm_add = ops.recorded("group_norm_add")
 _group_norm_prelu = torch.ops.kgopt.group_norm_prelu.default
 _direct_group_norm_prelu = ops.direct("group_norm_prelu")

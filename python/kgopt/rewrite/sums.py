@@ -127,8 +127,8 @@ class LaterNorm(Later):
 class Waiting:
     """A norm's value that is not computed yet, times ``factor``, plus ``shift``, where these are not None.
 
-    ``of_maps``: they have a value for each position, or a map of it; without a shift that is no op's. Or plus ``added``
-    alone, a tensor like the norm's input. ``views`` are then taken of it, one of the other.
+    ``of_maps``: they have a value for each position, or a map of it; without a shift that is no op's. Otherwise plus
+    ``added``, a tensor like the norm's input. ``views`` are then taken of it, one of the other.
     """
 
     __slots__ = ("added", "factor", "later", "of_maps", "shift", "views")
@@ -178,7 +178,7 @@ class Waiting:
         if y is not None:
             return y
         if self.added is not None:
-            return self.later.value() + self.added
+            return Waiting(self.later, self.factor, self.shift).value() + self.added
         assert self.of_maps
         y = self.later.value() * now(self.factor)
         return y if self.shift is None else y + now(self.shift)
@@ -186,6 +186,9 @@ class Waiting:
     def with_act(self, act: str, prelu: Any = None) -> Tensor | None:
         """With an activation, in one op; None where that has rules of its own."""
         later = self.later
+        if self.added is not None and not self.factor is self.shift is None:
+            more = self.factor, self.shift, act, later.begun
+            return None if prelu is not None else later.site.run_scaled_sum(later.module, later.x, self.added, *more)
         if self.added is not None:
             return later.plus(self.added, None, act, prelu)
         if self.of_maps:

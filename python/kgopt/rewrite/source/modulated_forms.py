@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from kgopt.rewrite.modulated import VIEWS, Modulation
+from kgopt.rewrite.modulated import VIEWS, Helper, Modulation
 from kgopt.rewrite.source.expressions import (
     elements_of,
     evaluated_first,
     gate_of,
+    is_listed,
     is_name,
     is_plain,
     of_one_argument,
@@ -24,10 +25,12 @@ from kgopt.rewrite.source.expressions import (
 )
 from kgopt.rewrite.source.modulated_values import Edit, Value
 from kgopt.rewrite.source.names import copied, outside_scopes, walk
-from kgopt.rewrite.source.quiet import is_quiet
+from kgopt.rewrite.source.quiet import is_quiet, modulates
 from kgopt.rewrite.source.trees import as_function, assign, call_of, lambda_of
 
 _MOVES = torch.flatten, torch.unflatten, torch.reshape, torch.permute, torch.transpose, torch.movedim, torch.squeeze
+_FUNCTIONS = torch.mul, torch.add
+_METHODS, _IN_PLACE = ("mul", "mul_", "add", "add_"), ("mul_", "add_")
 _Act = tuple[str, Any, str]  # an activation's name, the function, the method's name
 
 
@@ -69,7 +72,12 @@ class Forms:
         return self._written(s, _Part(found[0], copied(found[0])))
 
     def _in_place(self, s: Any, name: str) -> Edit | None:
-        """``h *= 1 + scale``, ``h += shift``."""
+        """``h *= 1 + scale``, ``h += shift``, ``h.mul_(1 + scale)``."""
+        if isinstance(s, ast.Expr):
+            called = s.value.func if isinstance(s.value, ast.Call) else None
+            is_method = isinstance(called, ast.Attribute) and is_name(called.value, name) and called.attr in _IN_PLACE
+            part = self._by_name(s.value, _Part(called.value, copied(called.value))) if is_method else None  # type: ignore[union-attr]
+            return None if part is None else Edit(s, assign(name, part.made, s), waits=name)
         if not isinstance(s, ast.AugAssign) or not is_name(s.target, name):
             return None
         if not isinstance(s.op, (ast.Mult, ast.Add)) or reads_value(s.value, name):
@@ -146,27 +154,84 @@ class Forms:
 
     def _larger(self, e: ast.expr, part: _Part) -> _Part | None:
         """The expression around a part, which may wait, too; None where it may not."""
-        if part.is_product and self.value.uses.shifted:
-            return None  # an op scales and then shifts, and that is all
         if isinstance(e, ast.BinOp):
             return self._computed(e, part)
         if not isinstance(e, ast.Call):
             return None
+        if (by_name := self._by_name(e, part) or self._helped(e, part)) is not None:
+            return by_name
+        if part.is_product and self.value.uses.shifted:
+            return None  # an op scales and then shifts, and that is all
         made = self._viewed(e, part) or self._called(e, part)
         return None if made is None else _Part(e, made, part.is_product)
 
     def _computed(self, e: ast.BinOp, part: _Part) -> _Part | None:
         """``h * e``, ``e + h``."""
         is_product = isinstance(e.op, ast.Mult)
-        if not is_product and not isinstance(e.op, ast.Add):
+        other = e.right if e.left is part.whole else e.left
+        if not (is_product or isinstance(e.op, ast.Add)) or not self._may_compute(is_product, part, other):
             return None
-        if is_product and self.value.uses.shifted:
-            return None  # no op multiplies behind a sum; that with another tensor may be scaled (source/sums.py)
-        if not self._are_quiet(e.right if e.left is part.whole else e.left):
-            return None
-        self.value.uses.note(is_product, isinstance(part.whole, ast.Name))
         operands = [part.made if side is part.whole else side for side in (e.left, e.right)]
         return _Part(e, self.site.call("times" if is_product else "plus", operands, e), part.is_product or is_product)
+
+    def _may_compute(self, is_product: bool, part: _Part, other: ast.expr) -> bool:
+        """Whether a product or a sum with another value is taken; then it is noted."""
+        uses = self.value.uses
+        if uses.shifted and is_product and self._may_be_number(other):
+            return False  # the sum with another tensor may be scaled (source/sums.py)
+        if uses.shifted and part.is_product and not is_product and not is_plain(other):
+            return False  # what a convolution gives may wait for the sum
+        if not self._are_quiet(other):
+            return False
+        uses.note(is_product, isinstance(part.whole, ast.Name))
+        return True
+
+    def _may_be_number(self, e: ast.expr) -> bool:
+        """A constant, arithmetic with some, an attribute that holds one or a property."""
+        return not any(isinstance(n, ast.Name) for n in walk(e)) or self.method.what(e)[0] in ("number", "open")
+
+    def _by_name(self, e: Any, part: _Part) -> _Part | None:
+        """``torch.mul(h, s)``, ``h.mul(s)``, ``s.add(h)``, ``h.mul_(s)``."""
+        if not isinstance(e, ast.Call) or e.keywords or not is_listed(e):
+            return None
+        how: ast.expr = e.func
+        name = e.func.attr if isinstance(e.func, ast.Attribute) else ""
+        if len(e.args) == 2 and (function := self.method.function(e.func)) in _FUNCTIONS:
+            sides, is_product = e.args, function is torch.mul
+        elif len(e.args) == 1 and name in _METHODS and self.method.path(e.func) is None:
+            sides, is_product = [e.func.value, e.args[0]], name in ("mul", "mul_")  # type: ignore[attr-defined]
+            how = ast.copy_location(ast.Constant(name), e)
+        else:
+            return None
+        others = [side for side in sides if side is not part.whole]
+        if len(others) != 1 or (name in _IN_PLACE and others[0] is sides[0] and how is not e.func):
+            return None
+        if not self._may_compute(is_product, part, others[0]):
+            return None
+        operands = [part.made if side is part.whole else side for side in sides]
+        made = self.site.call("times_by" if is_product else "plus_by", [how, *operands], e)
+        return _Part(e, made, part.is_product or is_product)
+
+    def _helped(self, e: ast.Call, part: _Part) -> _Part | None:
+        """``modulate(h, shift, scale)``, a user's function."""
+        given = [*e.args, *(word.value for word in e.keywords)]
+        if not is_listed(e) or not any(a is part.whole for a in given):
+            return None
+        function = self.method.function(e.func)
+        at = next((i for i, a in enumerate(e.args) if a is part.whole), None)
+        names = [str(word.arg) for word in e.keywords if word.value is part.whole]
+        found = modulates(self.method, function, names[0] if at is None else at)
+        if not found or not self._are_quiet(*(a for a in given if a is not part.whole)):
+            return None
+        uses = self.value.uses
+        uses.scaled, uses.shifted = uses.scaled or "Mult" in found, uses.shifted or "Add" in found
+        site = f"{self.site.name}_{len(self.site.written)}_{len(self.value.edits)}_{len(self.method.sites)}"
+        self.method.sites[site] = Helper(function)
+        made = call_of(site, "of", [e.func, *(part.made if a is part.whole else a for a in e.args)], e)
+        made.keywords = [copied(n) for n in e.keywords]
+        for old, new in zip(e.keywords, made.keywords, strict=True):
+            new.value = part.made if old.value is part.whole else new.value
+        return _Part(e, made, part.is_product or "Mult" in found)
 
     def _viewed(self, e: ast.Call, part: _Part) -> ast.expr | None:
         """A view, by a method or a function; None for any other call."""
@@ -238,8 +303,10 @@ class Forms:
 
 
 def _around(e: ast.expr, parents: dict[ast.AST, ast.AST]) -> Any:
-    """What an expression is a part of: the call, where it is what a method is called of."""
+    """What an expression is a part of: the call, where it is what a method is called of, or is given by name."""
     parent = parents[e]
+    if isinstance(parent, ast.keyword):
+        return parents[parent]
     return parents[parent] if isinstance(parent, ast.Attribute) and isinstance(parents[parent], ast.Call) else parent
 
 

@@ -19,7 +19,7 @@ Place = tuple[list[ast.stmt], ast.stmt]  # a block, and one of its statements
 
 # Methods of a site that take what waits as an argument.
 _TAKE = {
-    *("times", "plus", "times_in_place", "plus_in_place", "addcmul"),
+    *("times", "plus", "times_in_place", "plus_in_place", "times_by", "plus_by", "addcmul", "of"),
     *("now", "then", "skip", "step", "view", "view_by", "like", "dtype_of"),
 }
 

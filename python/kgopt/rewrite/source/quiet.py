@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from kgopt.rewrite.source.code import CannotRewriteError, parse
-from kgopt.rewrite.source.expressions import is_plain_load
+from kgopt.rewrite.source.expressions import is_plain_load, reads_value, value_loads
 from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import blocks, counters
+from kgopt.rewrite.source.names import blocks, counters, walk, writes
 
 # Methods of tensors that write nowhere; a module has none of the first.
 _METHODS = {
@@ -51,16 +51,40 @@ class _Helper(Method):
     """A function that a method calls: code that knows no module."""
 
 
-def _is_quiet_helper(method: Method, function: types.FunctionType) -> bool:
-    """Whether all statements of a user's function change no tensor: ``x[(...,) + (None,) * (n - x.ndim)]``."""
+def _helper(method: Method, function: types.FunctionType) -> _Helper | None:
+    """A user's function, if all its statements change no tensor: ``x[(...,) + (None,) * (n - x.ndim)]``."""
     code = function.__code__
     if isinstance(method, _Helper) or len(code.co_code) > _LONG or code.co_freevars or code.co_cellvars:
-        return False
+        return None
     try:
         helper = _Helper(function, lambda path: None, parse(function), method)
     except CannotRewriteError:
-        return False
-    return method.self_name not in helper.locals and all(is_harmless(helper, s, []) for s in helper.tree.body)
+        return None
+    is_quiet_all = method.self_name not in helper.locals and all(is_harmless(helper, s, []) for s in helper.tree.body)
+    return helper if is_quiet_all else None
+
+
+def modulates(method: Method, function: Any, argument: int | str) -> set[str]:
+    """What a user's function does with one argument, "Mult" or "Add", if that is all: products and sums at its end with
+    what it makes of the others. It may ask for sizes.
+    """
+    if not isinstance(function, types.FunctionType) or function.__module__.partition(".")[0] in ("torch", "kgopt"):
+        return set()
+    helper = _helper(method, function)
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    if helper is None or (isinstance(argument, int) and argument >= len(names)):
+        return set()
+    name = names[argument] if isinstance(argument, int) else argument
+    *before, last = helper.tree.body
+    is_free = name in names and not any(name in writes(s) or reads_value(s, name) for s in before)
+    if not is_free or not isinstance(last, ast.Return) or len(loads_of := value_loads(last, name)) != 1:
+        return set()
+    found: set[str] = set()
+    e: Any = last.value
+    while isinstance(e, ast.BinOp) and isinstance(e.op, (ast.Mult, ast.Add)):
+        found.add(type(e.op).__name__)
+        e = e.left if any(n is loads_of[0] for n in walk(e.left)) else e.right
+    return found if e is loads_of[0] else set()
 
 
 def _is_quiet_function(method: Method, function: Any) -> bool:
@@ -72,7 +96,7 @@ def _is_quiet_function(method: Method, function: Any) -> bool:
     if isinstance(function, types.FunctionType):
         if function.__module__.partition(".")[0] == "einops" and function.__name__ in _EINOPS:
             return True
-        return _only_tests(function.__code__) or _is_quiet_helper(method, function)
+        return _only_tests(function.__code__) or _helper(method, function) is not None
     return False
 
 
