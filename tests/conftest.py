@@ -159,7 +159,24 @@ def ran(monkeypatch):
         run_modulated=lambda site, norm, x, factor, shift, act="none", *_: (
             act if factor is shift is None else f"scaled {act}"
         ),
+        run_scaled_sum=lambda site, norm, x, other, factor, shift, act="none", *_: f"scaled sum {act}",
     )
+
+
+@pytest.fixture
+def emitted(monkeypatch):
+    """The chains that ran on kgopt's ops, of norms that are known by what they compute."""
+    from kgopt.rewrite import sites
+
+    found = []
+    emit = sites.emit_kgopt
+
+    def watched(chain, *args, **kwargs):
+        found.append(chain)
+        return emit(chain, *args, **kwargs)
+
+    monkeypatch.setattr(sites, "emit_kgopt", watched)
+    return found
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def one_for_all(x, w, b, e):
 
 
 def with_sum(x, w, b, e):
-    """The sum with a tensor of x's size is another pass."""
+    """The sum with a tensor of x's size joins."""
     return F.silu(F.group_norm(x, 2, w, b) * e[:, :C] + e[:, C:] + x)
 
 
@@ -114,7 +114,7 @@ OURS = {
     instance: "group_norm(scale, shift, act=silu)",
     prelu: "group_norm_prelu(scale, shift)",
     one_for_all: "group_norm(scale, shift, act=silu)",
-    with_sum: "group_norm(scale, shift)",
+    with_sum: "group_norm_add(scale, shift, act=silu)",
     one_a_sample: "group_norm(scale, shift, act=silu)",
     of_fewer_dims: "group_norm(scale, shift, act=silu)",
     of_one_value: "group_norm(scale, shift, act=silu)",

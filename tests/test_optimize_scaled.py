@@ -12,24 +12,10 @@ from torch import nn
 import modulated_helpers as helpers
 import optimize_models as models
 from modulated_helpers import film, modulate
-from optimize_pairs import CLOSE, check, check_compiled, note_sites, pair
+from optimize_pairs import CLOSE, check, check_compiled, pair
 
 C = 8
 SHAPE = (2, C, 5, 6)
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    """What kgopt's ops computed behind norms."""
-    return note_sites(
-        monkeypatch,
-        run=lambda site, *_, **more: site.chain.post,
-        run_added=lambda site, norm, x, other, act, *_: f"sum {act}",
-        run_modulated=lambda site, norm, x, factor, shift, act="none", *_: (
-            act if factor is shift is None else f"scaled {act}"
-        ),
-        run_scaled_sum=lambda site, norm, x, other, factor, shift, act="none", *_: f"scaled sum {act}",
-    )
 
 
 class Block(nn.Module):
