@@ -303,6 +303,63 @@ def test_it_follows_its_module(emitted):
     assert len(emitted) == 4
 
 
+class Behind(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.act, self.style = norm(), nn.SiLU(), nn.Linear(C, 2 * C)
+
+
+class Sum(Behind):
+    def forward(self, x):
+        return self.act(x + self.norm(x))
+
+
+class Styled(Behind):
+    def forward(self, x):
+        scale, shift = self.style(x.mean((2, 3)))[:, :, None, None].chunk(2, 1)
+        h = self.norm(x)
+        h = h * (1 + scale) + shift
+        return self.act(h)
+
+
+class Both(Styled):
+    def forward(self, x):
+        scale, shift = self.style(x.mean((2, 3)))[:, :, None, None].chunk(2, 1)
+        return self.act(x + (self.norm(x) * scale + shift))
+
+
+class WrittenTo(Behind):
+    """PyTorch's code keeps x without its mean, so x may be written to."""
+
+    def forward(self, x):
+        x = x * 1
+        h = self.norm(x) * 2 + self.style.bias[:C, None, None]
+        x += 1
+        return self.act(h) + x
+
+
+@pytest.mark.parametrize("norm", [Variance, Squares, Groups], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    ("cls", "what"), [(Sum, "sum silu"), (Styled, "scaled silu"), (Both, "scaled sum silu"), (WrittenTo, None)]
+)
+def test_what_follows_a_module(cls, what, norm, ran):
+    torch.manual_seed(0)
+    net = cls(norm).double()
+    model = kgopt.optimize(copy.deepcopy(net), measure=False)
+    x = torch.randn(SHAPES[4], dtype=torch.float64)
+    may_train = cls is not WrittenTo or norm is Squares  # PyTorch's variance keeps x
+    for _ in range(2 if may_train else 0):
+        leaf = x.clone().requires_grad_()
+        given = [leaf, *net.parameters()], [leaf, *model.parameters()]
+        y, expected = model(leaf), net(leaf)
+        close([y], [expected])
+        theirs = torch.autograd.grad(expected.cos().sum(), given[0], allow_unused=True)
+        torch.testing.assert_close(torch.autograd.grad(y.cos().sum(), given[1], allow_unused=True), theirs)
+    with torch.no_grad():
+        close([model(x)], [net(x)])
+    assert what is None or set(ran) == {what}
+
+
 def mean_and_deviation(features, eps=1e-5):
     n, c = features.size()[:2]
     variance = features.view(n, c, -1).var(dim=2) + eps

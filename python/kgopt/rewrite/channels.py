@@ -16,7 +16,7 @@ from kgopt._layout import is_channels_last
 from kgopt.rewrite import originals
 from kgopt.rewrite.chain import WRITTEN
 from kgopt.rewrite.disguise import original_class
-from kgopt.rewrite.emit import NormArgs, written
+from kgopt.rewrite.emit import NormArgs, flattened, written
 from kgopt.rewrite.formulas import Formula, UnknownFormulaError
 from kgopt.rewrite.interpret import Recognized, recognize
 from kgopt.rewrite.meanings import CONV_MODULES
@@ -191,6 +191,6 @@ def arguments(norm: Any, meanings: Meanings, x: Tensor) -> NormArgs | None:
         made = written(weight, bias, formula, x.shape[1])
         # What views are taken of is contiguous; a group of one value is PyTorch's.
         lies = x.is_contiguous() if formula.lies is not None else True
-        return made if lies and x.numel() != made.num_groups * x.shape[0] else None
+        return flattened(x, made) if lies and x.numel() != made.num_groups * x.shape[0] else None
     factors = formula.factor, formula.bias_factor
     return NormArgs(0, weight, bias, formula.eps, *factors, formula.axis, formula.lies)

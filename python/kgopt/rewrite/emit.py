@@ -89,6 +89,11 @@ def written(weight: Any, bias: Any, formula: Formula, channels: int) -> NormArgs
     return NormArgs(groups, weight, bias, formula.eps, *factors, lies=formula.lies, is_written=True)
 
 
+def flattened(x: Tensor, norm: NormArgs) -> NormArgs:
+    """Those of a norm in groups that code writes out, with weight and bias as the ops want them."""
+    return replace(norm, **_affine_of(call_now, x, norm), factor=1.0, bias_factor=1.0)
+
+
 def call_now(function: Callable[..., Any], *args: Any) -> Any:
     """The eager ``call``."""
     return function(*args)

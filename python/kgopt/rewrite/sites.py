@@ -388,7 +388,7 @@ class Site:
         compiling = watched and _is_compiling()
         forward = None if compiling or prelu is not None else recompute.now()
         if not watched and _is_grad_enabled():
-            if half or is_narrowed or not x.is_contiguous():
+            if half or is_narrowed or self.spares_x or not x.is_contiguous():
                 x = self.kept(norm, n, x)
             # These gradients need the sum, which PyTorch keeps. What is computed again is not to be kept at all.
             if act not in ("none", "relu") and forward is None:
@@ -474,7 +474,8 @@ class Site:
         if _is_compiling():
             guard_methods(norm)
             guard_methods(prelu)
-        if _is_grad_enabled() and (half or is_narrowed or not x.is_contiguous()) and not watching.is_watched():
+        is_kept = half or is_narrowed or self.spares_x or not x.is_contiguous()
+        if _is_grad_enabled() and is_kept and not watching.is_watched():
             x = self.kept(norm, n, x)
         args: tuple[Any, ...] = (x, n.num_groups, n.weight, n.bias, n.eps, act, slope, factor, shift)
         if half:
@@ -515,7 +516,8 @@ class Site:
         if _is_compiling():
             guard_methods(norm)
         if not watched and _is_grad_enabled():
-            if not x.is_contiguous() or (hasattr(type(norm), "_kgopt_derived") and _is_narrowed(norm, x)):
+            is_narrowed = hasattr(type(norm), "_kgopt_derived") and _is_narrowed(norm, x)
+            if is_narrowed or self.spares_x or not x.is_contiguous():
                 x = self.kept(norm, n, x)
             if act not in ("none", "relu"):  # as in run_added
                 other = self.kept(norm, n, other, "other")

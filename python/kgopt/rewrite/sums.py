@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kgopt import ops as ops
 from kgopt.rewrite import known, originals, watching
-from kgopt.rewrite.chain import PRELU, Chain, takes_another
+from kgopt.rewrite.chain import PRELU, WRITTEN, Chain, takes_another
 from kgopt.rewrite.disguise import original_class
 from kgopt.rewrite.emit import NormArgs
 from kgopt.rewrite.formats import keeps
@@ -238,7 +238,7 @@ def conv_later(conv: Any, x: Any) -> Later | None:
     return Later(conv, x, plan) if plan is not None and plan.adds else None
 
 
-_ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in ("group", "instance")}
+_ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in ("group", "instance", WRITTEN)}
 
 
 def _norm_later(norm: Any, x: Any, kind: str) -> Any:
@@ -302,6 +302,9 @@ class Sum(Behind):
             if later is not None and all_change_nothing(owner, between):
                 return later
         elif isinstance(module, nn.Module) and not is_hooked(module) and not any_global_hooks():
+            channel = known.get(module, "channel")
+            if channel is not None and channel.kind == WRITTEN and all_change_nothing(owner, between):
+                return _norm_later(module, x, WRITTEN)
             given = given_later(module, (x,), owner, *between)
             if given is not None:
                 return given if type(given) is not Waiting else given.later if given.is_plain else given.value()
