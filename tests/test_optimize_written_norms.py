@@ -357,7 +357,8 @@ def test_what_follows_a_module(cls, what, norm, ran):
         torch.testing.assert_close(torch.autograd.grad(y.cos().sum(), given[1], allow_unused=True), theirs)
     with torch.no_grad():
         close([model(x)], [net(x)])
-    assert what is None or set(ran) == {what}
+        assert what is None or set(ran) == {what}
+        torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), net(x))
 
 
 def mean_and_deviation(features, eps=1e-5):
