@@ -54,10 +54,11 @@ def backward_of(function: Callable[..., Tensor], x: Tensor) -> Callable[[], Any]
     return functools.partial(torch.autograd.grad, y, x, dy, retain_graph=True)
 
 
-def compiled(function: Callable[..., Tensor], x: Tensor, ours: bool) -> Callable[..., Any]:
+def compiled(function: functools.partial[Tensor], x: Tensor, ours: bool) -> Callable[..., Any]:
     """By Inductor, with or without kgopt's decompositions."""
+    target, given = function.func, (function.keywords["given"],)
     graph = torch.fx.Graph()
-    graph.output((graph.call_function(function, (graph.placeholder("x"),)),))
+    graph.output((graph.call_function(target, (graph.placeholder("x"), *given)),))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
     return compile_graph(module, [x], None, {}, decompositions=DECOMPOSITIONS if ours else None)
 
