@@ -1,4 +1,4 @@
-"""Gradients of resampling and pooling in compiled training graphs: kgopt's gathering beside Inductor's and ATen's.
+"""Gradients of resampling in compiled training graphs: kgopt's gathering beside Inductor's and ATen's.
 
     python benchmarks/gathered.py --json benchmarks/results/gathered/h200.json
     python benchmarks/gathered.py --only trilinear --dtype bf16
@@ -8,8 +8,7 @@ torch.compile's, and that of the same call with the gradient of kgopt.rewrite, c
 dy and dx take at the speed of a copy in the same run. Both memory formats. Below about 40 us all wait for the host.
 
 Predictions (before the first run): beside torch.compile, nearest by 2 is 3 to 8 times as fast, linear by 2 is 3 to 10
-times, nearest to other sizes 2 to 4 times; pooling of volumes 2 to 5 times as fast as ATen's kernel, which Inductor
-calls, in channels_last 4 to 15 times. Gathering takes 1.2 to 2 times the bytes for nearest, 2 to 4 times for linear.
+times, nearest to other sizes 2 to 4 times. Gathering takes 1.2 to 2 times the bytes for nearest, 2 to 4 for linear.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kgopt.rewrite.resampled_graphs import resampled
 from kgopt.torch_private import compile_graph, compiler_settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Name, sizes of x, arguments of F.interpolate or of F.max_pool3d.
+# Name, sizes of x, arguments of F.interpolate.
 CASES: list[tuple[str, tuple[int, ...], tuple[Any, ...]]] = [
     ("nearest", (4, 320, 64, 64), (None, [2.0, 2.0], "nearest", None)),
     ("nearest", (8, 128, 128, 128), (None, [2.0, 2.0], "nearest", None)),
@@ -40,9 +39,6 @@ CASES: list[tuple[str, tuple[int, ...], tuple[Any, ...]]] = [
     ("bilinear", (8, 64, 120, 160), ([480, 640], None, "bilinear", False)),
     ("trilinear", (1, 64, 48, 48, 48), (None, [2.0, 2.0, 2.0], "trilinear", False)),
     ("trilinear", (2, 32, 64, 64, 64), (None, [2.0, 2.0, 2.0], "trilinear", True)),
-    ("max_pool3d", (1, 64, 96, 96, 96), (2, 2)),
-    ("max_pool3d", (2, 32, 128, 128, 64), (2, 2)),
-    ("max_pool3d", (1, 64, 96, 96, 96), (3, 2, 1)),
 ]
 
 
@@ -54,37 +50,21 @@ def backward_of(function: Callable[..., Tensor], x: Tensor) -> Callable[[], Any]
     return functools.partial(torch.autograd.grad, y, x, dy, retain_graph=True)
 
 
-def compiled(function: functools.partial[Tensor], x: Tensor, ours: bool) -> Callable[..., Any]:
-    """By Inductor, with or without kgopt's decompositions."""
-    target, given = function.func, (function.keywords["given"],)
+def compiled(function: Callable[..., Tensor], given: tuple[Any, ...], x: Tensor) -> Callable[..., Any]:
+    """A call with these arguments after x, by Inductor."""
     graph = torch.fx.Graph()
-    graph.output((graph.call_function(target, (graph.placeholder("x"), *given)),))
+    graph.output((graph.call_function(function, (graph.placeholder("x"), *given)),))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    return compile_graph(module, [x], None, {}, decompositions=DECOMPOSITIONS if ours else None)
+    return compile_graph(module, [x], None, {}, decompositions=DECOMPOSITIONS)
 
 
-def ways(name: str, given: tuple[Any, ...], x: Tensor) -> dict[str, Callable[[], Any]]:
+def ways(given: tuple[Any, ...], x: Tensor) -> dict[str, Callable[[], Any]]:
     """A backward of each."""
-    pools = name == "max_pool3d"
-    theirs = functools.partial(_pool if pools else _interpolate, given=given)
-    ours = theirs if pools else functools.partial(_resample, given=given)
     return {
-        "eager": backward_of(theirs, x),
-        "compile": backward_of(compiled(theirs, x, False), x),
-        "kgopt": backward_of(compiled(ours, x, True), x),
+        "eager": backward_of(lambda x: F.interpolate(x, *given), x),
+        "compile": backward_of(compiled(F.interpolate, given, x), x),
+        "kgopt": backward_of(compiled(resampled, given, x), x),
     }
-
-
-def _pool(x: Tensor, given: Any) -> Tensor:
-    return F.max_pool3d(x, *given)
-
-
-def _interpolate(x: Tensor, given: Any) -> Tensor:
-    return F.interpolate(x, *given)
-
-
-def _resample(x: Tensor, given: Any) -> Tensor:
-    return resampled(x, *given)
 
 
 def main() -> None:
@@ -101,8 +81,8 @@ def main() -> None:
                 x = x.contiguous(memory_format=FORMATS[x.dim()] if form == "channels_last" else torch.contiguous_format)
                 x.requires_grad_()
                 with compiler_settings(donated_buffer=False):
-                    found = {way: busy_of_few(call) for way, call in ways(name, given, x).items()}
-                results = (F.max_pool3d if name == "max_pool3d" else F.interpolate)(x.detach(), *given).numel()
+                    found = {way: busy_of_few(call) for way, call in ways(given, x).items()}
+                results = F.interpolate(x.detach(), *given).numel()
                 source = torch.empty((x.numel() + results) // 2, device="cuda", dtype=x.dtype)
                 floor = busy_of_few(functools.partial(torch.empty_like(source).copy_, source))
                 row = {"case": name, "shape": list(sizes), "arguments": str(given), "dtype": dtype_name, "format": form}

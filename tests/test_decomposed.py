@@ -45,38 +45,6 @@ def test_half_precision_is_rounded_once(dtype):
     assert float(got) == float((dy.double().sum()).to(dtype))
 
 
-POOLS = [
-    *((2, 2, 0), (3, 2, 1), (3, 1, 1), (2, 1, 0), ((1, 2, 2), (1, 2, 2), 0), ((3, 1, 2), (2, 3, 1), (1, 0, 1))),
-    *((2, None, 1), (1, 2, 0)),
-]
-
-
-@pytest.mark.parametrize("ceil_mode", [False, True])
-@pytest.mark.parametrize("pool", POOLS, ids=str)
-@pytest.mark.parametrize("batch", [(), (2,)], ids=["one sample", "batch"])
-def test_pooling_of_volumes_has_atens_gradient(pool, batch, ceil_mode):
-    kernel, stride, padding = ([v] * 3 if isinstance(v, int) else list(v or ()) for v in pool)
-    torch.manual_seed(0)
-    # Few different values: where several are the largest, one of them is chosen.
-    x = torch.randint(0, 4, (*batch, 3, 7, 6, 8)).double()
-    y, indices = F.max_pool3d(x, kernel, stride or None, padding, 1, ceil_mode, return_indices=True)
-    op = ATEN.max_pool3d_with_indices_backward.default
-    args = torch.randn_like(y), x, kernel, stride, padding, [1, 1, 1], ceil_mode, indices
-    got = DECOMPOSITIONS[op](*args)
-    if got is NotImplemented:
-        assert kernel == [3, 3, 3] and stride == [1, 1, 1]  # noqa: PT018
-    else:
-        torch.testing.assert_close(got, op(*args), rtol=1e-12, atol=1e-12)
-
-
-def test_dilated_pooling_is_atens():
-    x = torch.randn(1, 1, 6, 6, 6)
-    y, indices = F.max_pool3d(x, 2, 1, 0, 2, return_indices=True)
-    op = ATEN.max_pool3d_with_indices_backward.default
-    args = torch.ones_like(y), x, [2] * 3, [1] * 3, [0] * 3, [2] * 3, False, indices
-    assert DECOMPOSITIONS[op](*args) is NotImplemented
-
-
 class Padded(nn.Module):
     """Padding by a convolution and by a function."""
 

@@ -79,7 +79,7 @@ class Fake:
     def memory(self, device):
         return 2**35
 
-    def is_busy(self, call, device, long=0.03):
+    def is_busy(self, call, device, long=0.03, launches=0.5):
         self.asked += 1
         call()
         return self.busy

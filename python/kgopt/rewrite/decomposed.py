@@ -6,7 +6,6 @@ Given to Inductor for graphs of ``backend="kgopt"``, beside its own decompositio
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,51 +66,10 @@ def _adaptive_avg_pool_backward(dy: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
-def _max_pool3d_backward(
-    dy: Tensor,
-    x: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    indices: Tensor,
-) -> Tensor:
-    """Each position asks the windows that hold it whether it was their largest.
-
-    ATen's kernel, which Inductor calls, clears a tensor and adds to it with atomics.
-    """
-    kernel, steps, pads, gaps = (
-        list(v) * (3 // len(v)) for v in (kernel_size, stride or kernel_size, padding, dilation)
-    )
-    windows = [-(-k // s) for k, s in zip(kernel, steps, strict=True)]  # that hold a position, in each dim
-    sizes, results = x.shape[-3:], dy.shape[-3:]
-    if {*gaps} != {1} or math.prod(windows) > MOST_WINDOWS or not all(type(n) is int for n in (*sizes, *results)):
-        return NotImplemented
-    places = [torch.arange(n, device=dy.device) for n in sizes]
-    depth, height, width = (p.view([-1 if d == i else 1 for d in range(3)]) for i, p in enumerate(places))
-    own = (depth * sizes[1] + height) * sizes[2] + width
-    dx: Any = 0
-    for back in itertools.product(*map(range, windows)):
-        # The window that begins last of those that hold a position, and so many before it.
-        at = [
-            (p + pad).div(s, rounding_mode="floor") - b for p, pad, s, b in zip(places, pads, steps, back, strict=True)
-        ]
-        inside = [(a >= 0) & (a < r) for a, r in zip(at, results, strict=True)]
-        read, index = dy, indices
-        for dim, (a, r) in enumerate(zip(at, results, strict=True), -3):
-            read, index = (t.index_select(dim, a.clamp(0, r - 1)) for t in (read, index))
-        is_inside = inside[0].view(-1, 1, 1) & inside[1].view(-1, 1) & inside[2]
-        dx = dx + torch.where((index == own) & is_inside, read, 0)
-    return dx  # type: ignore[no-any-return]
-
-
-MOST_WINDOWS = 8  # that hold a position, beyond which ATen's kernel stays
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.replication_pad1d_backward.default: _replication_pad_backward,
     torch.ops.aten.replication_pad2d_backward.default: _replication_pad_backward,
     torch.ops.aten.replication_pad3d_backward.default: _replication_pad_backward,
-    torch.ops.aten.max_pool3d_with_indices_backward.default: _max_pool3d_backward,
 }
 if ADAPTIVE_MEANS is not None:
     DECOMPOSITIONS.update(zip(ADAPTIVE_MEANS, (_adaptive_avg_pool, _adaptive_avg_pool_backward) * 2, strict=True))

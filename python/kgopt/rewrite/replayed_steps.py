@@ -25,6 +25,7 @@ from kgopt.rewrite.graphs.keys import RefusedError, like
 from kgopt.rewrite.graphs.recording import agree, copier, given_of
 from kgopt.torch_private import copy_each, graph_stays, version_of
 
+LAUNCHES = 1 / 3  # of a step's time, below which nothing is recorded
 ALIGNMENT = 512  # bytes, as PyTorch's allocator has it: optimizers read several values at once
 
 
@@ -143,7 +144,7 @@ class Step:
     def is_busy(self, device: torch.device) -> bool:
         """Whether the work of a step takes much longer than its launches."""
         with self._put_back():
-            return bool(machine.MACHINE.is_busy(self._plain, device, 0.0))
+            return bool(machine.MACHINE.is_busy(self._plain, device, 0.0, LAUNCHES))
 
     def seconds(self, check: Callable[[], Any], device: torch.device) -> tuple[float, float]:
         """Of a step by calls, and by replays with ``check`` before it and all that the host does."""

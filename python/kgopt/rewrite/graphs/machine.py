@@ -35,10 +35,10 @@ class Cuda:
         """Of a call of each."""
         return clocks.clock_both(first, second, device)
 
-    def is_busy(self, call: Callable[[], Any], device: torch.device, long: float = LONG) -> bool:
+    def is_busy(self, call: Callable[[], Any], device: torch.device, long: float = LONG, launches: float = 0.5) -> bool:
         """Whether a call's work takes much longer than its launches: a recording would hold memory for nothing.
 
-        ``long``: seconds of a call below which it is not.
+        ``long``: seconds of a call below which it is not; ``launches``: the part of its time from which on it is not.
         """
         call()
         torch.cuda.synchronize(device)
@@ -47,7 +47,7 @@ class Cuda:
         launched = time.perf_counter() - start
         torch.cuda.synchronize(device)
         worked = time.perf_counter() - start
-        return worked > long and launched < 0.5 * worked
+        return worked > long and launched < launches * worked
 
     def memory(self, device: torch.device) -> int:
         """Bytes of all that it has."""
