@@ -529,7 +529,7 @@ def nvcc_flags(cuda: Cuda, defines: list[str]) -> list[str]:
         "-std=c++17",
         "-O3",
         "--expt-relaxed-constexpr",
-# The host's part launches kernels: a third smaller, and it has no loops.
+        # The host's part launches kernels: a third smaller, and it has no loops.
         "-Xcompiler=-Os,-fPIC,-fvisibility=hidden,-g0",
         "-Xfatbin=-compress-all",
         # The wheel is a quarter smaller; every driver of CUDA 13 can read it.
