@@ -6,6 +6,13 @@
 
 namespace kgopt {
 
+// Whether the code that is being compiled may run in clusters: no plan has any before Hopper.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kHasClusters = false;
+#else
+inline constexpr bool kHasClusters = true;
+#endif
+
 // What the blocks of a cluster tell each other.
 struct SmallBox {
   float4 parts[kSmallMaxBlocks];

@@ -20,6 +20,7 @@ struct SmallFwdTraits : Traits {
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kCluster ? kSmallMaxBwdThreads : kSmallMaxThreads)
     group_norm_small_fwd_kernel(const __grid_constant__ GroupNormSmallFwdParams p) {
+  if constexpr (Traits::kCluster && !kHasClusters) return;
   using T = typename Traits::Element;
   constexpr int kRun = Traits::kRun, kRuns = Traits::kRuns, kElements = Traits::kElements;
   constexpr bool kBlock = Traits::kBlock, kLast = Traits::kLast, kCluster = Traits::kCluster;
