@@ -466,3 +466,34 @@ def test_a_norm_alone_has_nothing_behind_it(device):
 def test_a_wrong_word_is_refused(wrong):
     with pytest.raises(ValueError, match=r"recompute is .*, expected True, False or"):
         kgopt.optimize(nn.ReLU(), recompute=wrong)
+
+
+class Rms(nn.Module):
+    """Gives the dtype that it is given."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels, 1, 1))
+
+    def forward(self, x):
+        scale = torch.rsqrt(x.float().pow(2).mean(1, keepdim=True) + 1e-6)
+        return (x.float() * scale * self.weight).to(x.dtype)
+
+
+@hooks
+@pytest.mark.gpu
+@pytest.mark.parametrize("after", ["replicate", "depthwise"])
+@pytest.mark.parametrize("norm", [Rms, lambda channels: nn.GroupNorm(2, channels)], ids=["rms", "group norm"])
+def test_a_backward_under_autocast(norm, after):
+    """Its kernels are given what the forward made, in the dtype that it had then."""
+    torch.manual_seed(0)
+    last = {"replicate": {"padding": 1, "padding_mode": "replicate"}, "depthwise": {"groups": 8}}[after]
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), norm(8), nn.GELU(), nn.Conv2d(8, 8, 3, bias=False, **last)).cuda()
+    expected = copy.deepcopy(model)
+    kgopt.optimize(model, measure=False, recompute=True)
+    x = torch.randn(2, 4, 12, 10, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        model(x).float().square().sum().backward()
+        expected(x).float().square().sum().backward()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.1, atol=0.02 * float(q.grad.abs().max()))

@@ -298,7 +298,8 @@ class Site:
 
         def again(x: Tensor, weight: Any, bias: Any) -> Tensor:
             args = replace(n, weight=weight, bias=bias)
-            return emit_kgopt(self.chain, call_now, x, x.dim(), None, args)  # type: ignore[no-any-return]
+            # The backward may run under autocast, which would give another dtype.
+            return emit_kgopt(self.chain, call_now, x, x.dim(), None, args, call_norm=without_autocast)  # type: ignore[no-any-return]
 
         forward.offer(y, y, again, (forward.found(x) or x, n.weight, n.bias))
 
