@@ -32,10 +32,13 @@ def tables(rows: list[dict]) -> str:
     parts = []
     for gpu in dict.fromkeys(row.get("gpu") or row.get("cpu") for row in rows):
         some = [row for row in rows if (row.get("gpu") or row.get("cpu")) == gpu]
-        cases = zoo_cases_of(some)
         lines = [f"| {' | '.join(HEADER)} |", "|" + "---|" * len(HEADER)]
-        lines += [f"| {' | '.join(cells)} |" for cells in summary_lines(cases)]
-        parts += [f"**{headline(some[-1])}**", "\n".join(f"- {line}" for line in means(cases)), "\n".join(lines)]
+        lines += [f"| {' | '.join(cells)} |" for cells in summary_lines(zoo_cases_of(some))]
+        # Of each commit by itself, the newest first: rows of several say little together.
+        commits = reversed(dict.fromkeys(row["commit"] for row in some))
+        of_commits = [[row for row in some if row["commit"] == commit] for commit in commits]
+        said = [f"- {rows[0]['commit']}, {line}" for rows in of_commits for line in means(zoo_cases_of(rows))]
+        parts += [f"**{headline(some[-1])}**", "\n".join(said), "\n".join(lines)]
     return "\n\n".join([*parts, LEGEND])
 
 
