@@ -340,10 +340,11 @@ class Nested(nn.Module):
         y = self.norm(inputs["x"]) + (0 if more is None else more[0][1])
         if kind == "dataclass":
             return Result(y, [y + 1, None])
-        return {"tuple": (y, [y + 1], 3), "dict": {"a": y, "b": (y + 1, None)}, "same": (y, y)}[kind]
+        pairs = {"same": (y, y), "pair": (y, y + 1), "list": [y, y + 1]}
+        return {"tuple": (y, [y + 1], 3), "dict": {"a": y, "b": (y + 1, None)}, **pairs}[kind]
 
 
-@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "same"])
+@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "same", "pair", "list"])
 def test_containers(fake, kind):
     model = kgopt.optimize(Nested().eval(), cuda_graph=True, measure=False)
     original = copy.deepcopy(kgopt.restore(copy.deepcopy(model)))

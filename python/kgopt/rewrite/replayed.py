@@ -8,11 +8,13 @@ In training the backward is replayed, too (:mod:`~kgopt.rewrite.replayed_steps`)
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kgopt.rewrite.graphs import machine
 from kgopt.rewrite.graphs.calls import BUSY, GAIN, RENEWALS
@@ -75,7 +77,7 @@ class Replayed:
         return self.run(*inputs) if result is None else result
 
     def _holds(self, inputs: Sequence[Any]) -> bool:
-        return [inputs[i].data_ptr() for i in self.held] == self.places
+        return list(map(Tensor.data_ptr, self._pick(inputs))) == self.places
 
     def _replay(self, inputs: Sequence[Any]) -> Any:
         if isinstance(self.recording, Step):
@@ -105,7 +107,8 @@ class Replayed:
     def _record(self, inputs: Sequence[Any]) -> None:
         self.held = [i for i, t in enumerate(inputs) if is_of_module(t)]
         self.moving = [i for i in range(len(inputs)) if i not in self.held]
-        self.places = [inputs[i].data_ptr() for i in self.held]
+        self._pick = _picked(self.held)
+        self.places = list(map(Tensor.data_ptr, self._pick(inputs)))
         if not self.moving:
             raise RefusedError("no argument but what modules hold")
         before, after = self._recorded_step(inputs) if self.grad else self._recorded_call(inputs)
@@ -155,6 +158,13 @@ class Replayed:
     def _take_lane(self, device: torch.device) -> None:
         if self.lane is None:
             self.lane = machine.MACHINE.lane(device)
+
+
+def _picked(places: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Gives those of a sequence."""
+    if len(places) < 2:
+        return lambda inputs: [inputs[i] for i in places]
+    return operator.itemgetter(*places)
 
 
 def _may_replay_steps() -> bool:
