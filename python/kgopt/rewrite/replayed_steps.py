@@ -78,6 +78,7 @@ class Step:
             if not roots:
                 raise RefusedError("none of its results has a gradient")
             self.kept = [i for i in _kept(roots, self.own) if i not in self.moving]
+            self.places = [self.own[i].data_ptr() for i in self.kept]
             numbers = torch.Generator(device).manual_seed(0)
             # Behind a norm the gradient of a sum, or of a sum of squares, is nothing but rounding errors.
             self.tangents = [like(y.detach()).normal_(generator=numbers) for y in roots]
@@ -174,6 +175,10 @@ class Step:
         """How often what the backward reads where it is was written to."""
         return [version_of(inputs[i]) for i in self.kept]
 
+    def holds(self) -> bool:
+        """Whether that lies where it was recorded: sharded parameters may be gathered anew for a backward."""
+        return [self.own[i].data_ptr() for i in self.kept] == self.places
+
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Copies of the results."""
         with self.lock, self.lane.turn():
@@ -203,8 +208,8 @@ class Step:
         """
         if self.written:
             raise RuntimeError(
-                "retain_graph=True is not possible behind a replayed call that changes buffers, as BatchNorm does; "
-                'compile it with options={"kgopt.cuda_graph": False}'
+                "behind a replayed call that changes buffers, as BatchNorm does, neither retain_graph=True nor "
+                'parameters that move are possible; compile it with options={"kgopt.cuda_graph": False}'
             )
         with torch.enable_grad():
             own = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
@@ -249,7 +254,7 @@ class _Replay(torch.autograd.Function):
                 "Trying to backward through the graph a second time: what it kept is freed. Specify retain_graph=True "
                 "if you need to backward through the graph a second time."
             )
-        again = graph_stays() or step.pending() is not turn
+        again = graph_stays() or step.pending() is not turn or not step.holds()
         now, before = step.versions(inputs), ctx.versions
         if again:
             now, before = [version_of(t) for t in inputs], ctx.all_versions
