@@ -8,8 +8,9 @@ the results that read it: resampling is linear and goes dim by dim, so its trans
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,8 @@ ROUNDING = 1e-6  # of weights
 MOST_TERMS = 16  # of one position in one dim; beyond that atomics are few a value
 
 
-class Along(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Along:
     """Resampling along one dim."""
 
     mode: str
@@ -34,8 +36,8 @@ class Along(NamedTuple):
     results: int
     scale: float  # of a result's position, to that of its source
     step: tuple[int, int]  # about how many results a position has, as a fraction
-    first: int  # results of position s begin at s * step + first at the earliest
-    terms: int  # and are so many at most
+    first: int = 0  # results of position s begin at s * step + first at the earliest
+    terms: int = 0  # and are so many at most
 
     @property
     def repeats(self) -> int:
@@ -108,7 +110,7 @@ def along(mode: str, align_corners: bool, size: int, results: int, factor: float
         step = (results - 1, size - 1) if min(size, results) > 1 else step
     else:
         scale = 1.0 / factor if factor is not None else size / results
-    plan = Along(mode, align_corners, size, results, scale, step, 0, results)
+    plan = Along(mode, align_corners, size, results, scale, step)
     ends: dict[int, tuple[int, int]] = {}
     for r in range(results):
         for s in _sources(plan, r):
@@ -116,7 +118,7 @@ def along(mode: str, align_corners: bool, size: int, results: int, factor: float
     begins = {s: s * step[0] // step[1] for s in ends}
     first = min(ends[s][0] - begins[s] for s in ends)
     terms = max(ends[s][1] - begins[s] for s in ends) - first + 1
-    return plan._replace(first=first, terms=terms)
+    return dataclasses.replace(plan, first=first, terms=terms)
 
 
 def _sources(plan: Along, result: int) -> tuple[int, ...]:
