@@ -33,7 +33,8 @@ MOST = 1 / 16  # of a device's memory, that is held from one training step to th
 
 
 class Replayed:
-    """A compiled function with no effect but its result, for arguments of sizes that do not change.
+    """A compiled function for arguments of sizes that do not change, with no effect but its result and, in training,
+    what it writes to buffers.
 
     Its second call is recorded, where that is faster by the clock.
     """

@@ -171,12 +171,8 @@ class Step:
                 self.pending = weakref.ref(turn)
         return _Replay.apply(self, turn, *inputs) if is_free else None  # type: ignore[no-untyped-call]
 
-    def versions(self, inputs: Sequence[Tensor]) -> list[int | None]:
-        """How often what the backward reads where it is was written to."""
-        return [version_of(inputs[i]) for i in self.kept]
-
     def holds(self) -> bool:
-        """Whether that lies where it was recorded: sharded parameters may be gathered anew for a backward."""
+        """Whether what the backward reads lies where it was recorded: sharded parameters may be gathered anew."""
         return [self.own[i].data_ptr() for i in self.kept] == self.places
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -240,8 +236,7 @@ class _Replay(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.step, ctx.turn, ctx.inputs = step, turn, inputs
         made = step.forward(inputs)
-        ctx.versions = step.versions(inputs)
-        ctx.all_versions = [version_of(t) for t in inputs]
+        ctx.versions = [version_of(t) for t in inputs]
         ctx.mark_non_differentiable(*(y for y, has in zip(made, step.is_differentiable, strict=True) if not has))
         return tuple(made)
 
@@ -255,9 +250,9 @@ class _Replay(torch.autograd.Function):
                 "if you need to backward through the graph a second time."
             )
         again = graph_stays() or step.pending() is not turn or not step.holds()
-        now, before = step.versions(inputs), ctx.versions
-        if again:
-            now, before = [version_of(t) for t in inputs], ctx.all_versions
+        # A replay reads copies of the other inputs, and of parameters those that compiled code keeps.
+        places = range(len(inputs)) if again else step.kept
+        now, before = [version_of(inputs[i]) for i in places], [ctx.versions[i] for i in places]
         if now != before:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

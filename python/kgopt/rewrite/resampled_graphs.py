@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +19,8 @@ from torch import Tensor, fx
 
 from kgopt.rewrite import originals, policy
 from kgopt.rewrite.captured import is_known, value
-from kgopt.rewrite.glue.calls import INTERPOLATE
+from kgopt.rewrite.glue.calls import INTERPOLATE, LINEAR, resize_arguments
 
-_RANKS = {"linear": 3, "bilinear": 4, "trilinear": 5}
 _NEAREST = ("nearest", "nearest-exact")
 ROUNDING = 1e-6  # of weights
 MOST_TERMS = 16  # of one position in one dim; beyond that atomics are few a value
@@ -62,26 +62,19 @@ def swap(graph_module: fx.GraphModule, always: bool) -> list[str]:
     return done
 
 
-def _arguments(
-    input: Any = None,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: Any = "nearest",
-    align_corners: Any = None,
-    recompute_scale_factor: Any = None,
-    antialias: Any = False,
-) -> tuple[Any, ...] | None:
+def _arguments(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
     """Those of :func:`resampled`, of a call of ``F.interpolate``; None for one that stays."""
+    input, size, scale_factor, mode, align_corners, recomputes, antialias = resize_arguments(*args, **kwargs)
     x = value(input)
-    known = isinstance(input, fx.Node) and is_known(x) and x.dim() in (3, 4, 5) and x.is_floating_point()
-    if not known or antialias or recompute_scale_factor or (size is None) == (scale_factor is None):
+    known = isinstance(input, fx.Node) and is_known(x) and x.dim() in (3, 4, 5)
+    if not known or antialias or recomputes or (size is None) == (scale_factor is None):
         return None
     spatial = tuple(x.shape[2:])
     given = size if size is not None else scale_factor
     values = tuple(given) if isinstance(given, (tuple, list)) else (given,) * len(spatial)
     if len(values) != len(spatial) or not all(isinstance(v, (int, float)) and v > 0 for v in values):
         return None
-    if not (mode in _NEAREST and align_corners is None) and _RANKS.get(mode) != x.dim():
+    if not (mode in _NEAREST and align_corners is None) and LINEAR.get(mode) != x.dim():
         return None
     if size is not None:
         if not all(type(v) is int for v in values):
@@ -102,6 +95,7 @@ def _arguments(
     return input, *sizes, mode, align_corners
 
 
+@functools.lru_cache(maxsize=256)
 def along(mode: str, align_corners: bool, size: int, results: int, factor: float | None) -> Along:
     """A dim of ``size`` positions that has so many results; ``factor``: the scale factor that was given."""
     step = (results, size)

@@ -26,7 +26,7 @@ from kgopt.rewrite.glue import kernels, pools
 from kgopt.rewrite.meanings import conv_of
 
 _OPS = torch.ops.kgopt
-_LINEAR = {"linear": 3, "bilinear": 4, "trilinear": 5}
+LINEAR = {"linear": 3, "bilinear": 4, "trilinear": 5}
 # As they are now: a user may replace them.
 INTERPOLATE, PAD, ATTENTION = F.interpolate, F.pad, F.scaled_dot_product_attention
 BATCH_NORM = F.batch_norm
@@ -434,7 +434,7 @@ def _takes(x: Any) -> bool:
     return x.numel() > 0 and (x.is_contiguous() or is_dense_channels_last(x))
 
 
-def _resize(
+def resize_arguments(
     input: Any = None,
     size: Any = None,
     scale_factor: Any = None,
@@ -442,16 +442,16 @@ def _resize(
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
-) -> tuple[Any, Any, Any, str, bool | None, bool]:
+) -> tuple[Any, Any, Any, str, bool | None, bool | None, bool]:
     """The arguments of a call of ``F.interpolate``."""
-    return input, size, scale_factor, mode, align_corners, antialias
+    return input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
 
 
 def interpolate_of(
     takes: Callable[[Any], bool], *args: Any, **kwargs: Any
 ) -> tuple[str, tuple[int, ...], Tensor] | None:
     """:func:`interpolation` of a call's arguments, and the input, if ``takes`` says that it is one."""
-    input, size, scale_factor, mode, align_corners, antialias = _resize(*args, **kwargs)
+    input, size, scale_factor, mode, align_corners, _, antialias = resize_arguments(*args, **kwargs)
     if antialias or not takes(input):
         return None
     found = interpolation(input, size, scale_factor, mode, align_corners)
@@ -480,7 +480,7 @@ def interpolation(
         return None
     if mode in ("nearest", "nearest-exact"):  # which differ at other factors only
         return "nearest", factors
-    return ("linear", factors) if _LINEAR.get(mode) == x.dim() and not align_corners and set(factors) == {2} else None
+    return ("linear", factors) if LINEAR.get(mode) == x.dim() and not align_corners and set(factors) == {2} else None
 
 
 def _resized(*args: Any, **kwargs: Any) -> Call | None:
@@ -489,7 +489,7 @@ def _resized(*args: Any, **kwargs: Any) -> Call | None:
     To one position more, position i of n + 1 is position max(i - 1, 0) of n ("repeated"). To 2n - 1 and 2n + 1
     ("resized") all positions but the last or the first are repeated as often as each other.
     """
-    input, size, scale_factor, mode, _, antialias = _resize(*args, **kwargs)
+    input, size, scale_factor, mode, _, _, antialias = resize_arguments(*args, **kwargs)
     if size is None or scale_factor is not None or mode != "nearest" or antialias or not _takes(input):
         return None
     rank = input.dim() - 2
