@@ -22,7 +22,7 @@ run      carry recompute arguments sites norms      what runs in place of a site
 find     source sequential backend                  front ends: Python source, nn.Sequential, captured graphs
          functional_norms upsampled_graphs contest
          convolutions padded_graphs mapped_graphs
-         writes
+         writes replayed_steps resampled_graphs
          whole_graphs replayed autocast_graphs
          decomposed plain_graphs
          inductor lowering                          what Inductor makes of the ops
