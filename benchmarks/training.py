@@ -2,6 +2,7 @@
 
     python benchmarks/training.py --json benchmarks/results/training/h200.json
     python benchmarks/training.py PlainConvUNet SegResNet --ways eager,optimize --holders 12
+    python benchmarks/training.py --ways eager,compile,backend --jobs 8
 
 A step is forward, loss, backward and dropping the gradients; fp16 autocast goes through a GradScaler. Milliseconds of a
 step by the clock, several in a row; ``gpu_ms`` is the GPU's work, launches hidden. MiB is the largest
@@ -9,18 +10,24 @@ step by the clock, several in a row; ``gpu_ms`` is the GPU's work, launches hidd
 (``backend="kgopt"``), "backend recompute", optimize, "optimize recompute", "optimize compile"; with "graph" behind one
 that is not compiled, the network's forward and backward are CUDA graphs (``make_graphed_callables``), whose pool is in
 MiB, too. Holders are the bytes that are allocated at that moment, by the code that asked for them (the first line
-outside of PyTorch, where Python asked; "autograd" where the backward's C++ did).
+outside of PyTorch, where Python asked; "autograd" where the backward's C++ did). With ``--jobs`` networks compile side
+by side, each dtype of one in a process of its own, and one at a time is timed while the others are stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
 import gc
 import json
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +37,8 @@ from torch import nn
 import kgopt
 from kgopt.cli.environment import environment
 from kgopt.cli.measure import gpu_time
+from kgopt.cli.networks.turns import Turns
+from kgopt.rewrite import clocks
 
 MIB = 2**20
 _NNUNET: dict[str, Any] = {
@@ -189,61 +198,123 @@ def prepare(way: str, model: nn.Module, x: torch.Tensor, dtype: str) -> nn.Modul
     return torch.compile(model) if "compile" in way.split() else model  # type: ignore[return-value]
 
 
+def measure_row(
+    original: nn.Module,
+    x: torch.Tensor,
+    row: dict[str, Any],
+    alone: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> None:
+    """Fills a row, which says the network, dtype and way. ``alone``: keeps other processes off the GPU."""
+    dtype, way = row["dtype"], row["way"]
+    start = time.perf_counter()
+    with alone() if "optimize" in way else contextlib.nullcontext():
+        model = prepare(way, copy.deepcopy(original).cuda(), x, dtype)
+    step = make_step(model, x, dtype, way)
+    with clocks.among_others(alone):
+        for _ in range(4):  # the second and third of "backend" are recorded where that is faster
+            step()
+    row["seconds"] = time.perf_counter() - start
+    with alone():
+        row["ms"] = milliseconds(step)
+        row["gpu_ms"] = gpu_time(step, x.device, 100.0).median_us / 1e3
+        row["MiB"], row["holders"] = holders(step)
+    if "graph" in way:
+        row["graph_MiB"] = pools_of_graphs()
+        row["MiB"] += row["graph_MiB"]
+    if "optimize" in way:
+        row["report"] = [str(getattr(kgopt.report(model), k, "")) for k in ("layout", "whole", "clock")]
+
+
+def show(row: dict[str, Any], count: int) -> None:
+    """Prints a row and its largest holders."""
+    line = row.get("error") or f"{row['ms']:.1f} ms ({row['gpu_ms']:.1f} on the GPU), {row['MiB']:.0f} MiB"
+    if "report" in row:
+        line += f"  {row['report']}"
+    print(f"{row['network']} {row['dtype']}, {row['way']}: {line}", flush=True)
+    for who, size in row.get("holders", [])[:count]:
+        print(f"    {size:8.0f} MiB  {who}", flush=True)
+
+
+def rows_of(name: str, args: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
+    """The rows of a network."""
+    make, shape, dtypes = NETWORKS[name]
+    turns = Turns(args.turns)
+
+    @contextlib.contextmanager
+    def alone() -> Iterator[None]:
+        with turns.alone() as is_new:
+            if is_new:
+                torch.cuda.synchronize()
+                time.sleep(0.05)  # what the others had launched
+            yield
+
+    torch.manual_seed(0)
+    original = make().train()  # on the CPU: its weights would count twice
+    x = torch.randn(shape, device="cuda")
+    for dtype in dtypes:
+        for way in args.ways.split(",") if args.dtype in (None, dtype) else ():
+            if time.monotonic() > end:
+                print("no time left", flush=True)
+                return
+            row: dict[str, Any] = {"network": name, "dtype": dtype, "way": way}
+            try:
+                measure_row(original, x, row, alone)
+            except Exception as error:  # the other rows want their turn
+                row["error"] = f"{type(error).__name__}: {error}"[:500]
+            yield row
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def rows_side_by_side(names: list[str], args: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
+    """The rows of networks, by processes."""
+    with Turns.made() as folder, tempfile.TemporaryDirectory() as results:
+
+        def run(case: tuple[str, str]) -> list[dict[str, Any]]:
+            name, dtype = case
+            path = Path(results) / f"{name}_{dtype}.json"
+            command = [sys.executable, __file__, name, "--dtype", dtype, "--ways", args.ways, "--turns", folder,
+                       "--seconds", str(end - time.monotonic()), "--holders", "0", "--json", str(path)]  # fmt: skip
+            child = subprocess.Popen(command, start_new_session=True)
+            child.wait()
+            Turns(folder, is_worker=False).resume(child.pid)
+            return json.loads(path.read_text())["rows"] if path.exists() else []
+
+        cases = [(name, dtype) for name in names for dtype in NETWORKS[name][2] if args.dtype in (None, dtype)]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            for rows in pool.map(run, cases):
+                yield from rows
+
+
 def main() -> None:
     """See the top."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("networks", nargs="*", help=f"some of {' '.join(NETWORKS)}; all where none is named")
     parser.add_argument("--ways", default="eager,compile,optimize,optimize recompute")
+    parser.add_argument("--dtype", help="one alone: float16, bfloat16 or tf32")
     parser.add_argument("--holders", type=int, default=6, help="how many to print")
     parser.add_argument("--seconds", type=float, default=1e9, help="nothing more is begun after them")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--turns", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--commit", help="of kgopt, where it is no git checkout")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
-    found: dict[str, Any] = {"environment": environment(torch.device("cuda")), "rows": []}
-    begin = time.perf_counter()
-    for name, (make, shape, dtypes) in NETWORKS.items():
-        if args.networks and name not in args.networks:
-            continue
-        torch.manual_seed(0)
-        original = make().train()  # on the CPU: its weights would count twice
-        x = torch.randn(shape, device="cuda")
-        for dtype in dtypes:
-            for way in args.ways.split(","):
-                if time.perf_counter() - begin > args.seconds:
-                    print("no time left", flush=True)
-                    break
-                start = time.perf_counter()
-                row: dict[str, Any] = {"network": name, "dtype": dtype, "way": way}
-                try:
-                    model = prepare(way, copy.deepcopy(original).cuda(), x, dtype)
-                    row["seconds"] = time.perf_counter() - start
-                    step = make_step(model, x, dtype, way)
-                    for _ in range(3):
-                        step()
-                    row["ms"] = milliseconds(step)
-                    row["gpu_ms"] = gpu_time(step, x.device, 100.0).median_us / 1e3
-                    row["MiB"], row["holders"] = holders(step)
-                    if "graph" in way:
-                        row["graph_MiB"] = pools_of_graphs()
-                        row["MiB"] += row["graph_MiB"]
-                    line = f"{row['ms']:.1f} ms ({row['gpu_ms']:.1f} on the GPU), {row['MiB']:.0f} MiB"
-                    if "optimize" in way:
-                        row["report"] = [str(getattr(kgopt.report(model), k, "")) for k in ("layout", "whole", "clock")]
-                        line += f"  {row['report']}"
-                except Exception as error:  # the other rows want their turn
-                    row["error"] = line = f"{type(error).__name__}: {error}"[:500]
-                found["rows"].append(row)
-                print(f"{name} {dtype}, {way}: {line}", flush=True)
-                for who, size in row.get("holders", [])[: args.holders]:
-                    print(f"    {size:8.0f} MiB  {who}", flush=True)
-                model = step = None  # type: ignore[assignment]
-                torch._dynamo.reset()
-                gc.collect()
-                torch.cuda.empty_cache()
-                if args.json:
-                    args.json.parent.mkdir(parents=True, exist_ok=True)
-                    args.json.write_text(json.dumps(found, indent=1) + "\n")
+    end = time.monotonic() + args.seconds
+    found: dict[str, Any] = {"environment": environment(torch.device("cuda"), args.commit), "rows": []}
+    names = [name for name in NETWORKS if not args.networks or name in args.networks]
+    if args.jobs > 1:
+        rows = rows_side_by_side(names, args, end)
+    else:
+        rows = (row for name in names for row in rows_of(name, args, end))
+    for row in rows:
+        found["rows"].append(row)
+        show(row, args.holders)
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

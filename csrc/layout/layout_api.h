@@ -27,20 +27,4 @@ inline void transpose_into(const char* op, const Tensor& from, const Tensor& to)
   raise_on_error(op, run_transpose(p, stream_of(from)));
 }
 
-// Whether transpose_into is faster than torch's copy: with fewer channels most of a tile is empty.
-inline bool fills_tiles(const Tensor& t, MemoryFormat format) {
-  return t.size(1) >= (format == MemoryFormat::Contiguous ? 16 : 24);
-}
-
-// dense_in of a CUDA tensor of rank 4 or 5: torch's copy takes several times as long where every element moves.
-inline Tensor relaid(const char* op, const Tensor& t, MemoryFormat format) {
-  if (is_dense(t, format)) return t;
-  const MemoryFormat other =
-      format == MemoryFormat::Contiguous ? channels_last_format(t.dim()) : MemoryFormat::Contiguous;
-  if (!is_dense(t, other) || !fills_tiles(t, format)) return dense_in(t, format);
-  Tensor y = empty_like_shape(t, sizes_of(t), std::nullopt, format);
-  transpose_into(op, t, y);
-  return y;
-}
-
 }  // namespace kgopt

@@ -179,9 +179,20 @@ inline bool is_dense(const Tensor& t, MemoryFormat format) {
   return matches(0);
 }
 
+#if defined(KGOPT_CUDA)
+// layout/: a copy of a CUDA tensor that is dense in the other format, by a kernel that keeps pace with the memory;
+// nothing where torch's copy is as fast.
+std::optional<Tensor> transposed_copy(const Tensor& t, MemoryFormat format);
+#endif
+
 // The tensor itself when it is dense in `format`, else a copy that is.
 inline Tensor dense_in(const Tensor& t, MemoryFormat format) {
   if (is_dense(t, format)) return t;
+#if defined(KGOPT_CUDA)
+  if (t.is_cuda()) {
+    if (std::optional<Tensor> copy = transposed_copy(t, format)) return *std::move(copy);
+  }
+#endif
   return torch::stable::contiguous(t, format);
 }
 

@@ -25,7 +25,7 @@ using torch::stable::accelerator::DeviceGuard;
 // Dense so, with strides that say it, and where copies of 16 bytes can read it.
 Tensor channels_innermost(const Tensor& t) {
   const MemoryFormat format = channels_last_format(t.dim());
-  const Tensor dense = relaid("conv_backward", t, format);
+  const Tensor dense = dense_in(t, format);
   // Of one position the two formats differ in strides alone, and the gradient of x would lie as dy's say.
   const bool is_said = t.size(1) == 1 || is_channels_last(dense);
   return aligned(is_said ? dense : copied_in(dense, format));
@@ -369,7 +369,7 @@ ConvGradients innermost_backward(const ConvArgs& a, const ConvShape& shape, cons
     for (int64_t first = 0; first < shape.n; first += samples) {
       const int64_t count = std::min(samples, shape.n - first);
       Tensor all_dy = dy, all_x = a.x;
-      const Tensor some_dy = relaid(a.op, torch::stable::narrow(all_dy, 0, first, count), format);
+      const Tensor some_dy = dense_in(torch::stable::narrow(all_dy, 0, first, count), format);
       const Tensor some_x = with_channels_last_strides(torch::stable::narrow(all_x, 0, first, count));
       const Tensor some_dx = std::get<0>(backward(some_dy, some_x, true, false, false));
       const Tensor to = torch::stable::narrow(dx, 0, first, count);
@@ -379,9 +379,9 @@ ConvGradients innermost_backward(const ConvArgs& a, const ConvShape& shape, cons
     if (wants_bias) result[2] = std::get<2>(backward(dy, a.x, false, false, true));
     return all_gradients(a.x, result);
   }
-  Tensor x_now, dy_now = relaid(a.op, dy, format);
+  Tensor x_now, dy_now = dense_in(dy, format);
   if (chosen.dweight) {
-    x_now = relaid(a.op, a.x, format);
+    x_now = dense_in(a.x, format);
     auto [dx, dweight, dbias] = backward(dy_now, x_now, false, true, wants_bias);
     result[1] = dense_in(dweight, memory_format_of(a.weight));
     if (wants_bias) result[2] = dbias;
@@ -392,7 +392,7 @@ ConvGradients innermost_backward(const ConvArgs& a, const ConvShape& shape, cons
     auto [dx, dweight, dbias] = backward(dy_now, x_now, true, false, wants_bias);
     if (wants_bias) result[2] = dbias;
     x_now = dy_now = Tensor();
-    result[0] = relaid(a.op, dx, MemoryFormat::Contiguous);
+    result[0] = dense_in(dx, MemoryFormat::Contiguous);
   }
   return all_gradients(a.x, result);
 }
