@@ -8,10 +8,11 @@ A step is forward, loss, backward and dropping the gradients; fp16 autocast goes
 step by the clock, several in a row; ``gpu_ms`` is the GPU's work, launches hidden. MiB is the largest
 ``memory_allocated`` in a step, weights and their gradients included. Ways: eager, compile, backend
 (``backend="kgopt"``), "backend recompute", optimize, "optimize recompute", "optimize compile"; with "graph" behind one
-that is not compiled, the network's forward and backward are CUDA graphs (``make_graphed_callables``), whose pool is in
-MiB, too. Holders are the bytes that are allocated at that moment, by the code that asked for them (the first line
-outside of PyTorch, where Python asked; "autograd" where the backward's C++ did). With ``--jobs`` networks compile side
-by side, each dtype of one in a process of its own, and one at a time is timed while the others are stopped.
+that is not compiled, the network's forward and backward are CUDA graphs (``make_graphed_callables``). MiB has the pools
+of graphs, "backend"'s too. Holders are the bytes that are allocated at that moment, by the code that asked for them
+(the first line outside of PyTorch, where Python asked; "autograd" where the backward's C++ did). With ``--jobs``
+networks compile side by side, each dtype of one in a process of its own, and one at a time is timed while the others
+are stopped.
 """
 
 from __future__ import annotations
@@ -174,10 +175,11 @@ def holders(step: Callable[[], None]) -> tuple[float, list[tuple[str, float]]]:
     return (base + peak) / MIB, [(who, size / MIB) for who, size in by.most_common()]
 
 
-def pools_of_graphs() -> float:
-    """MiB that CUDA graphs hold for themselves, whether a replay is running or not."""
-    segments = torch.cuda.memory._snapshot()["segments"]
-    return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0)) / MIB
+def pools_of_graphs() -> tuple[float, float]:
+    """MiB that CUDA graphs hold for themselves, whether a replay is running or not; and what of it counts as free."""
+    segments = [s for s in torch.cuda.memory._snapshot()["segments"] if tuple(s["segment_pool_id"]) != (0, 0)]
+    held = sum(s["total_size"] for s in segments)
+    return held / MIB, (held - sum(s["allocated_size"] for s in segments)) / MIB
 
 
 def prepare(way: str, model: nn.Module, x: torch.Tensor, dtype: str) -> nn.Module:
@@ -218,9 +220,8 @@ def measure_row(
         row["ms"] = milliseconds(step)
         row["gpu_ms"] = gpu_time(step, x.device, 100.0).median_us / 1e3
         row["MiB"], row["holders"] = holders(step)
-    if "graph" in way:
-        row["graph_MiB"] = pools_of_graphs()
-        row["MiB"] += row["graph_MiB"]
+    row["graph_MiB"], free = pools_of_graphs()
+    row["MiB"] += free
     if "optimize" in way:
         row["report"] = [str(getattr(kgopt.report(model), k, "")) for k in ("layout", "whole", "clock")]
 

@@ -61,7 +61,7 @@ class FakeLane:
 
 class Fake:
     def __init__(self):
-        self.recorded = self.replayed = self.settled = self.asked = 0
+        self.recorded = self.replayed = self.settled = self.asked = self.reclaimed = 0
         self.fails = ""
         self.times = (2.0, 1.0)
         self.recording = self.busy = False
@@ -78,6 +78,13 @@ class Fake:
 
     def memory(self, device):
         return 2**35
+
+    def peak(self, call, device):
+        call()
+        return 2**27
+
+    def reclaim(self):
+        self.reclaimed += 1
 
     def is_busy(self, call, device, long=0.03, launches=0.5):
         self.asked += 1

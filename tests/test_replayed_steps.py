@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kgopt.rewrite.graphs import machine
+from test_graphs import FakeLane
 from test_replayed import compiled, fake  # noqa: F401
 
 
@@ -203,18 +204,27 @@ def test_hooks_for_saved_tensors_and_checkpoints(fake):  # noqa: F811
     same_gradients(model, expected)
 
 
-@pytest.mark.parametrize("change", ["dropout", "work", "clock", "memory", "never"])
+@pytest.mark.parametrize("change", ["dropout", "work", "clock", "memory", "more", "never"])
 def test_what_is_not_recorded(fake, change):  # noqa: F811
     model = Net(0.5 if change == "dropout" else 0.0)
     fake.busy = change == "work"
     fake.times = (1.0, 2.0) if change == "clock" else fake.times
     if change == "memory":
         fake.memory = lambda device: 2**20
+    if change == "more":  # than a step by calls takes
+        fake.lane = lambda device: large_lane(fake)
     run = compiled(model, cuda_graph=change != "never" and "auto")
     for seed in range(4):
         y = run(x_of(seed))
         loss_of(y).backward()
     assert not is_replayed(y)
+    assert fake.reclaimed == (change not in ("never", "dropout"))
+
+
+def large_lane(fake):  # noqa: F811
+    lane = FakeLane(fake)
+    lane.held = 2**28
+    return lane
 
 
 @pytest.mark.parametrize("times", [(2.0, 1.0), (1.0, 2.0)])

@@ -30,6 +30,8 @@ from kgopt.torch_private import (
 )
 
 MOST = 1 / 16  # of a device's memory, that is held from one training step to the next
+MORE = 1.1  # of the memory of a step by calls, that a recorded one may take
+LITTLE = 2**26  # bytes that one may always hold
 
 
 class Replayed:
@@ -102,8 +104,9 @@ class Replayed:
             self.why = str(reason)
         except Exception as error:  # the plain call that follows raises it if it must
             self.why = f"recording fails: {(str(error) or repr(error)).splitlines()[0]}"
-        if self.why:
+        if self.why and self.lane is not None:
             self.recording = self.lane = None
+            machine.MACHINE.reclaim()
 
     def _record(self, inputs: Sequence[Any]) -> None:
         self.held = [i for i, t in enumerate(inputs) if is_of_module(t)]
@@ -150,8 +153,11 @@ class Replayed:
         if not self.always and step.is_busy(device):
             raise RefusedError(BUSY)
         step.record()
-        if not self.always and self.lane.held > MOST * machine.MACHINE.memory(device):
-            raise RefusedError("it would hold much memory")
+        if not self.always:
+            held = self.lane.held
+            most = min(MOST * machine.MACHINE.memory(device), max(LITTLE, MORE * step.peak(device)))
+            if held > most:
+                raise RefusedError(f"it would hold {held / 2**20:.0f} MiB")
         found = (1.0, 0.0) if self.always else step.seconds(lambda: self._holds(inputs), device)
         self.recording = step
         return found

@@ -87,10 +87,9 @@ class Step:
             gradients = [next(found) if t.requires_grad else None for t in self.own]
             self._made = None
             self.gradients = _Gradients(self.own, gradients)
-            expected = [b.clone() for b in self.gradients.packed([g for g in gradients if g is not None])]
             if random_states(device) != drawn:
                 raise RefusedError("it draws random numbers")
-            return [*outputs, *expected, *(t.clone() for t in self.written)]
+            return [*outputs, *(g for g in gradients if g is not None), *(t.clone() for t in self.written)]
 
     @contextlib.contextmanager
     def _put_back(self) -> Iterator[None]:
@@ -134,11 +133,17 @@ class Step:
             self._replay_forward()
             results = [y.clone() for y in self.outputs]
             self._backward()
-            return [*results, *(b.clone() for b in self.buffers), *(t.clone() for t in self.written)]
+            found = self.gradients.unpacked([b.clone() for b in self.buffers])
+            return [*results, *(g for g in found if g is not None), *(t.clone() for t in self.written)]
 
     def _replay_forward(self) -> None:
         increment_version(self.written)
         self._forward()
+
+    def peak(self, device: torch.device) -> int:
+        """Bytes that a step by calls takes at its worst."""
+        with self._put_back():
+            return machine.MACHINE.peak(self._plain, device)  # type: ignore[no-any-return]
 
     def is_busy(self, device: torch.device) -> bool:
         """Whether the work of a step takes much longer than its launches."""
@@ -278,7 +283,7 @@ class _Gradients:
             at, step = sizes.get(t.dtype, 0), ALIGNMENT // t.element_size()
             self.places.append((t.dtype, t.shape, torch.empty_like(t, device="meta").stride(), at))
             sizes[t.dtype] = at + -(-t.numel() // step) * step
-        self.buffers = [torch.zeros(n, dtype=dtype, device=tensors[0].device) for dtype, n in sizes.items()]
+        self.sizes, self.device = sizes, tensors[0].device
         self.order = {dtype: i for i, dtype in enumerate(sizes)}
 
     def wanted(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -286,9 +291,10 @@ class _Gradients:
         return [t for t, place in zip(tensors, self.places, strict=True) if place is not None]
 
     def packed(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The buffers with these values."""
-        copy_each([part for part in self.unpacked(self.buffers) if part is not None], list(gradients))
-        return self.buffers
+        """Buffers with these values. Those of a recording are memory that its forward has used."""
+        buffers = [torch.empty(n, dtype=dtype, device=self.device) for dtype, n in self.sizes.items()]
+        copy_each([part for part in self.unpacked(buffers) if part is not None], list(gradients))
+        return buffers
 
     def unpacked(self, buffers: Sequence[Tensor]) -> list[Tensor | None]:
         """Parts of the buffers."""

@@ -53,6 +53,14 @@ class Cuda:
         """Bytes of all that it has."""
         return torch.cuda.get_device_properties(device).total_memory
 
+    def peak(self, call: Callable[[], Any], device: torch.device) -> int:
+        """Bytes that a call takes at its worst."""
+        return clocks.peak_bytes(call, device)
+
+    def reclaim(self) -> None:
+        """After a lane is given up: PyTorch's allocator holds its memory for nobody else until it is told."""
+        torch.cuda.empty_cache()
+
     def lane(self, device: torch.device) -> Lane:
         """Where the calls of one model are recorded and replayed."""
         return Lane(device)
