@@ -1,6 +1,7 @@
 """Measures what csrc/conv3d/choice/measured_rows.inc holds, and writes it.
 
-    python benchmarks/conv_table.py measure --json F [--seconds S] [--part I/N] [--narrow]   on a GPU; F's rows are kept
+    python benchmarks/conv_table.py measure --json F [--seconds S] [--part I/N] [--narrow | --grouped]   on a GPU; F's
+                                                                                                rows are kept
     python benchmarks/conv_table.py header --json benchmarks/results/h200_conv_table.json
 
 A row is one convolution in one precision and memory format, with the microseconds of every path that can run it: cuDNN
@@ -98,6 +99,36 @@ def narrow_convs(count: int = 90) -> list[RandomConv]:
         if conv.flops <= 4e10 and _name(conv) not in {_name(other) for other in convs}:
             convs.append(conv)
     return convs
+
+
+def grouped_convs(count: int = 70) -> list[RandomConv]:
+    """Of some groups, each of a few channels and more."""
+    rng, convs = random.Random(4), []
+    while len(convs) < count:
+        volumes, images = ((3, 1, 24), (3, 1, 48), (3, 1, 64)), ((2, 2, 64), (2, 4, 128), (2, 2, 256), (2, 1, 512))
+        rank, batch, edge = rng.choice((*volumes, *images))
+        groups, few = rng.choice((2, 2, 4, 4, 8, 16)), rng.choice((2, 4, 8, 16, 32))
+        many = rng.choice((2, 4, 8, 16, 32))
+        many = rng.choice((few, few, many))
+        if max(few, many) * groups > 256:
+            continue
+        transposed, k, step = rng.choice(((False, 3, 1), (False, 3, 1), (False, 3, 1), (False, 1, 1), (False, 1, 1),
+                                          (False, 3, 2), (False, 5, 1), (True, 3, 1), (True, 2, 2)))  # fmt: skip
+        zero, padding = (0,) * rank, (k // 2 if k % 2 else 0,) * rank
+        conv = RandomConv(
+            len(convs), transposed, (batch, few * groups, *(edge,) * rank), many * groups, groups,
+            (k,) * rank, (step,) * rank, padding, (1,) * rank, zero,
+        )  # fmt: skip
+        if conv.flops <= 4e10 and _name(conv) not in {_name(other) for other in convs}:
+            convs.append(conv)
+    return convs
+
+
+def grouped_problems() -> list[tuple[RandomConv, str, str]]:
+    """Those, in TF32 and bf16, in both memory formats."""
+    found = list(itertools.product(grouped_convs(), ("bf16", "tf32"), ("channels_last", "contiguous")))
+    random.Random(5).shuffle(found)
+    return found
 
 
 def narrow_problems() -> list[tuple[RandomConv, str, str]]:
@@ -237,7 +268,8 @@ def run_measure(args: argparse.Namespace) -> None:
     clock, facts = Clock(), environment(torch.device("cuda"), args.commit)
     facts = {key: facts[key] for key in ("gpu", "driver", "torch", "cudnn", "kgopt", "commit", "date")}
     index, count = (int(part) for part in args.part.split("/"))
-    for conv, precision, layout in (narrow_problems() if args.narrow else problems())[index::count]:
+    wanted = narrow_problems() if args.narrow else grouped_problems() if args.grouped else problems()
+    for conv, precision, layout in wanted[index::count]:
         if time.monotonic() > end:
             break
         key = _name(conv), precision, layout
@@ -283,6 +315,7 @@ def main() -> None:
     one.add_argument("--seconds", type=float, default=600)
     one.add_argument("--part", default="0/1")
     one.add_argument("--narrow", action="store_true", help="the convolutions that the kernel of few channels can run")
+    one.add_argument("--grouped", action="store_true", help="convolutions of several groups")
     one.add_argument("--algorithms", type=int, default=5, help="of cuDNN, at most, among which it is autotuned")
     one.add_argument("--commit")
     one.set_defaults(run=run_measure)
