@@ -121,9 +121,8 @@ def test_a_change_is_followed(change, fake, monkeypatch):
     before = model(x_of(2))
     CHANGES[change](monkeypatch)
     try:
-        replayed = fake.replayed
-        after = model(x_of(2))
-        assert fake.replayed == replayed
+        fake.wrong = True
+        after = model(x_of(2))  # not that of a replay, which may have been launched
         plain = Net().eval()
         torch.testing.assert_close(after, plain(x_of(2)))
         assert not torch.equal(after, before)

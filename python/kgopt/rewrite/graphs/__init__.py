@@ -7,7 +7,8 @@ replays, and returns copies of the results. Every other call runs the plain path
 A replay runs no Python. So a model is recorded only where repeating its call showed no effect but its results (no
 write to its state or its inputs, no random number, no copy between CPU and GPU), and each call compares all that the
 model holds with what it held then (:class:`~kgopt.rewrite.graphs.stamp.Stamp`). Values of GPU tensors may change, their
-addresses may not.
+addresses may not. Those are compared before the launch, all else while the device works: a replay that turns out wrong
+has written to its own memory alone, and its result is dropped.
 
 ==========  ============================================================================================================
 machine     recording and replaying on the device

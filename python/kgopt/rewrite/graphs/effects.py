@@ -50,10 +50,15 @@ def no_casts_kept() -> Iterator[None]:
 
 
 class Looking:
-    """Sees every op of a call; ``why``: one that a replay would not repeat."""
+    """Sees every op of a call.
+
+    ``why``: one that a replay would not repeat; ``is_harmless``: whatever values it gets, no op stops the device, reads
+    where values say, or waits for other processes.
+    """
 
     def __init__(self) -> None:
         self.why = ""
+        self.is_harmless = True
 
     def mode(self) -> Any:
         """A dispatch mode."""
@@ -63,6 +68,7 @@ class Looking:
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 result = func(*args, **(kwargs or {}))
                 looking.why = looking.why or looking.reason(func, args, kwargs, result)
+                looking.is_harmless = looking.is_harmless and _is_harmless(func, args, kwargs)
                 return result
 
         return Mode()
@@ -87,6 +93,26 @@ class Looking:
         return ""
 
 
+def _is_harmless(func: Any, args: Any, kwargs: Any) -> bool:
+    """An op of ours or of PyTorch without integers: they may be places in a table that is shorter by now."""
+    if getattr(func, "namespace", "") not in _KNOWN or str(func).startswith(_CHECKS):
+        return False
+    if torch.Tag.pointwise in func.tags or str(func).startswith(_KEEPS):
+        return True
+    return not any(isinstance(t, Tensor) and is_integer(t) for t in tree_leaves([list(args), dict(kwargs or {})]))
+
+
+def is_integer(t: Tensor) -> bool:
+    """Whether its values may be places."""
+    return not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+
+
+_KNOWN = ("aten", "prim", "kgopt")
+_CHECKS = ("aten._assert", "aten.masked_scatter", "aten.binary_cross_entropy", "aten.fractional_max_pool")
+_KEEPS = (  # of integers other numbers or strides, whatever they are
+    *("aten._to_copy.", "aten.view.", "aten.unsqueeze.", "aten.expand.", "aten.slice.", "aten.select.", "aten.alias."),
+    *("aten.t.", "aten.transpose.", "aten.permute.", "aten.squeeze.", "aten.detach.", "aten._unsafe_view."),
+)
 _ATTENTION = "aten._scaled_dot_product_"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kgopt.rewrite.graphs import machine
-from kgopt.rewrite.graphs.effects import Looking, random_states
+from kgopt.rewrite.graphs.effects import Looking, is_integer, random_states
 from kgopt.rewrite.graphs.keys import RefusedError, key_of, leaves, like, with_tensors
 from kgopt.rewrite.graphs.outside import Listener
 from kgopt.rewrite.graphs.stamp import Stamp
@@ -83,6 +83,7 @@ class Recording:
         self._is_list = is_flat and not given and len(self._results) == len(outputs)
         shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in self.inputs)
         self.text = f"({shapes}) {self.inputs[0].dtype}".replace("torch.", "")  # for the report
+        self.is_harmless = False  # where the model is another one by now, too: its result is dropped then
         self.before = self.after = 0.0  # seconds of a call without and with it
 
     def run(self, lane: Any, tensors: list[Tensor]) -> Any:
@@ -125,8 +126,11 @@ def stamp_of(call: Call, stamp: Stamp | None, harmless: bool) -> Stamp:
     return Stamp(call.root, codes | listener.codes)
 
 
-def result_alone(call: Call, stamp: Stamp) -> Any:
-    """The result of a call, repeated to see that it does nothing else."""
+def result_alone(call: Call, stamp: Stamp) -> tuple[Any, bool]:
+    """The result of a call, repeated to see that it does nothing else; whether a replay for nothing does no harm.
+
+    Kernels that no op launches are not seen; of them those count that may get integers.
+    """
     if stamp.why:
         raise RefusedError(stamp.why)
     if len({*stamp.devices, call.device}) > 1:
@@ -148,7 +152,7 @@ def result_alone(call: Call, stamp: Stamp) -> Any:
         raise RefusedError("its forward writes to its arguments")
     if random_states(call.device) != drawn:
         raise RefusedError("its forward draws random numbers")
-    return result
+    return result, looking.is_harmless and not any(map(is_integer, call.tensors))
 
 
 def _bits(t: Tensor) -> Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ _CONTENTS = frozenset(("_parameters", "_buffers", "_modules", "training"))
 # What nn.Module keeps beside them says who looks on at a call, or at the state_dict.
 _BESIDE = frozenset(vars(nn.Module())) - _CONTENTS
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_shape, _dtype, _bytes = map(operator.attrgetter, ("shape", "dtype", "nbytes"))
 
 
 class Stamp:
@@ -52,16 +52,19 @@ class Stamp:
         self.is_outside_same = self.outside.check()
         self._collect(root)
         self._collect(*self.outside.objects, depth=DEPTH - 1)
-        self.own = _own(root)
+        self._own = _pick_of(_read(root))
+        self.own = self._own(vars(root))
+        self.own_size = len(vars(root))
         self.root_class = type(root)
-        self.types = list(map(type, self.modules))
-        kinds = dict.fromkeys(base for cls in {*self.types, type(root)} for base in cls.__mro__ if base is not object)
-        self.classes = [vars(cls) for cls in kinds]
+        types = {*map(type, self.modules), type(root)}
+        kinds = dict.fromkeys(base for cls in types for base in cls.__mro__ if base is not object)
+        self.classes = list(map(_space_of, kinds))
         self.dicts = list(filter(None, self.dicts))  # of an empty one its size is enough
-        self.holders += self.classes
+        self.holders += self.classes  # where an entry moves from one to the next, sizes alone tell
         self.sizes = list(map(len, self.holders))
-        self.values = self._values()
+        self.values = self._current()
         self.places = self._places()
+        self.forms = self._forms()
 
     def _collect(self, *roots: Any, depth: int = 0) -> None:
         waiting: deque[tuple[Any, int]] = deque((root, depth) for root in roots)
@@ -70,13 +73,12 @@ class Stamp:
             value, depth = waiting.popleft()
             inner: Any = ()
             if isinstance(value, nn.Module):
-                own = vars(value)
-                names = [name for name in own if name not in _BESIDE and name != known.ATTRIBUTE]
+                own, names = vars(value), _read(value)
                 inner = [own[name] for name in names]
                 if value is not self.root():
                     self.modules.append(value)
                     self.holders.append(own)
-                    self.picks.append((operator.itemgetter(*names), own))
+                    self.picks.append((_pick_of(names), own))
                     self.hooks += [own[name] for name in _HOOKS if name in own]
                 depth = -1  # its parameters and children are as near as itself
             elif isinstance(value, Tensor):
@@ -120,34 +122,54 @@ class Stamp:
         """Where its tensors are, but for small ones on the CPU."""
         return {t.device for t in self.tensors if machine.MACHINE.takes(t)}
 
-    def _current(self) -> Iterator[Any]:
-        # A mapping of a class, unlike a dict of the user's, has its own values().
-        of_classes = chain.from_iterable(c.values() for c in self.classes)
-        of_modules = chain.from_iterable([pick(own) for pick, own in self.picks])
-        of_dicts = chain.from_iterable(map(dict.values, self.dicts))
-        return chain(of_modules, of_dicts, chain.from_iterable(self.lists), of_classes)
+    def _current(self) -> list[Any]:
+        found = _values_of(self.classes)
+        found += map(type, self.modules)
+        for pick, own in self.picks:
+            found += pick(own)
+        for entries in self.dicts:
+            found += _values(entries)
+        for items in self.lists:
+            found += items
+        return found
 
-    def _values(self) -> list[Any]:
-        return list(self._current())
+    def _places(self) -> tuple[list[int], list[int]]:
+        return list(map(Tensor.data_ptr, self.tensors)), list(map(_bytes, self.tensors))
 
-    def _places(self) -> tuple[list[Any], ...]:
+    def _forms(self) -> tuple[list[Any], ...]:
         own = self.tensors
-        kinds: Any = (Tensor.data_ptr, Tensor.stride, _shape, _dtype)
-        return tuple(list(map(kind, own)) for kind in kinds)
+        return list(map(Tensor.stride, own)), list(map(_shape, own)), list(map(_dtype, own))
+
+    def may_launch(self, root: nn.Module) -> bool:
+        """Whether a replay does no harm, be its result right or not: all memory that it reads is still the model's.
+
+        Where somebody looks on at a module inside, it would be for nothing.
+        """
+        return type(root) is self.root_class and not any(self.hooks) and self._has_places()
+
+    def _has_places(self) -> bool:
+        try:
+            return self._places() == self.places
+        except RuntimeError:  # a tensor that has none
+            return False
 
     def holds(self, root: nn.Module) -> bool:
         """Whether the model still has all of it, in the same places."""
-        if type(root) is not self.root_class:
+        return self._has_places() and self.holds_beside_places(root)
+
+    def holds_beside_places(self, root: nn.Module) -> bool:
+        """The same, where :meth:`may_launch` was asked a moment ago."""
+        own = vars(root)
+        if type(root) is not self.root_class or len(own) != self.own_size:
             return False
         try:
             return (
                 list(map(len, self.holders)) == self.sizes
-                and all(map(operator.is_, map(type, self.modules), self.types))
                 and all(map(operator.is_, self._current(), self.values))
+                and all(map(operator.is_, self._own(own), self.own))
                 and self.is_outside_same()
-                and _are(_own(root), self.own)
-                and self._places() == self.places
-                and all(torch.equal(t, value) for t, value in self.small)
+                and self._forms() == self.forms
+                and (not self.small or all(torch.equal(t, value) for t, value in self.small))
             )
         except (KeyError, ValueError, RuntimeError):  # one is gone; another thread changes something at this moment
             return False
@@ -167,10 +189,27 @@ def are_hooked(root: nn.Module) -> bool:
     return any(vars(m).get(name) for m in root.modules() if m is not root for name in _HOOKS)
 
 
-def _own(root: nn.Module) -> list[Any]:
-    """What the root has itself. Its hooks run around its forward, and so around a replay."""
-    return [v for name, v in vars(root).items() if name not in _BESIDE and name != known.ATTRIBUTE]
+def _read(module: nn.Module) -> list[str]:
+    """The names of what the forward of a module may read of it. The root's hooks run around a replay as well."""
+    return [name for name in vars(module) if name not in _BESIDE and name != known.ATTRIBUTE]
 
 
-def _are(first: list[Any], second: list[Any]) -> bool:
-    return len(first) == len(second) and all(map(operator.is_, first, second))
+def _pick_of(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Gives these of a dict; a module has several."""
+    return operator.itemgetter(*names)
+
+
+_values = dict.values  # a dict of the user's may have its own
+
+# Behind the proxy that is a class's vars() is a dict, and the collector gives what many of them hold at once.
+_SHOWN = [type(space) for space in gc.get_referents(vars(nn.Module))] == [dict]
+
+
+def _space_of(cls: type) -> Any:
+    """What a class holds."""
+    return gc.get_referents(vars(cls))[0] if _SHOWN else vars(cls)
+
+
+def _values_of(spaces: list[Any]) -> list[Any]:
+    """The values of all of these."""
+    return gc.get_referents(*spaces) if _SHOWN else [value for space in spaces for value in space.values()]
