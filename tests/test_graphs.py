@@ -990,3 +990,38 @@ def test_a_capture_is_always_ended(void, ended, fails, monkeypatch):
     else:
         assert lane._capture(graph, call) == 7
     assert calls == ["begin", "end"] + (["allocator"] if void and not ended else [])
+
+
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_how_products_in_half_precision_are_summed_is_a_switch(half):
+    name, before = f"allow_{half}_reduced_precision_reduction", keys.switches()
+    matmul = torch.backends.cuda.matmul
+    allowed = getattr(matmul, name)
+    try:
+        setattr(matmul, name, not allowed)
+        assert keys.switches() != before
+    finally:
+        setattr(matmul, name, allowed)
+    assert keys.switches() == before
+
+
+def test_a_replay_on_another_stream_waits_for_the_one_before_it(monkeypatch):
+    class Stream:
+        def __init__(self, handle):
+            self.handle, self.waited = handle, []
+
+        def wait_stream(self, other):
+            self.waited.append(other)
+
+    streams, now = [Stream(0), Stream(7)], [0]
+    monkeypatch.setattr(machine, "current_stream", lambda index: streams[now[0]].handle)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[now[0]])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    lane = object.__new__(machine.Lane)
+    lane.device, lane.last, lane.handle = torch.device("cuda:1"), None, 0
+    for at in (0, 0, 1, 1, 0):
+        now[0] = at
+        with lane.turn():
+            assert lane.last is streams[at]
+    assert streams[1].waited == [streams[0]]
+    assert streams[0].waited == [streams[1]]

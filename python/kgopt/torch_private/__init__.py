@@ -35,6 +35,8 @@ from kgopt.torch_private.cuda import (
     dispatch_mode,
     end_allocation_to_pool,
     keep_busy,
+    matmul_precision,
+    matmul_reductions,
     set_conv_precision,
 )
 from kgopt.torch_private.dispatch import (

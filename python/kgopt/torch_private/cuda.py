@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kgopt.torch_private.lookup import expect, private
+from kgopt.torch_private.lookup import expect, private, privates
 
 
 def _conv_precision() -> str:
@@ -45,6 +45,37 @@ set_conv_precision: Callable[[str], None] = (
     _of_convolutions("torch._C._set_fp32_precision_setter", lambda put: put("cuda", "conv", conv_precision()))
     or _set_conv_precision
 )
+
+
+def _matmul_precision() -> Any:
+    return getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+
+
+# The same of matrix products.
+matmul_precision: Callable[[], Any] = (
+    functools.partial(conv_precision.func, "cuda", "matmul")
+    if isinstance(conv_precision, functools.partial)
+    else _matmul_precision
+)
+
+
+def _reductions() -> Any:
+    matmul = torch.backends.cuda.matmul
+    return matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+
+
+def _both(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: (first(), second())
+
+
+_getters = privates(
+    [f"torch._C._get_cublas_allow_{half}_reduced_precision_reduction" for half in ("fp16", "bf16")],
+    "torch.backends.cuda.matmul",
+)
+
+
+# Whether matrix products in half precision may round their sums, in whatever form PyTorch says so.
+matmul_reductions: Callable[[], Any] = _both(*_getters) if _getters else _reductions
 
 
 def _copy_each(to: list[Any], given: list[Any]) -> None:

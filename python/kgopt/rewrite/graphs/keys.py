@@ -14,7 +14,14 @@ from torch import Tensor
 
 from kgopt._layout import is_expanded
 from kgopt.rewrite.graphs import machine
-from kgopt.torch_private import conv_precision, len_torch_function_stack, tree_map
+from kgopt.torch_private import (
+    conv_precision,
+    is_any_autocast_enabled,
+    len_torch_function_stack,
+    matmul_precision,
+    matmul_reductions,
+    tree_map,
+)
 
 # Values that are compared, or are always the same: none of them hides a tensor.
 CONSTANT = (
@@ -115,19 +122,23 @@ def like(t: Tensor) -> Tensor:
 
 def switches() -> Any:
     """What decides, beside the arguments, which kernels a call runs."""
-    backends, cudnn = torch.backends.cuda, torch.backends.cudnn
     mode = str(torch.get_default_device()) if len_torch_function_stack() else ""
     return (
         torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        is_any_autocast_enabled() and tuple(map(_autocast, ("cuda", "cpu"))),
         torch.get_default_dtype(),
         mode,
         conv_precision(),
-        getattr(backends.matmul, "fp32_precision", None),
-        backends.matmul.allow_fp16_reduced_precision_reduction,
-        backends.matmul.allow_bf16_reduced_precision_reduction,
-        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled()),
-        (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled()),
-        backends.cudnn_sdp_enabled(),
+        matmul_precision(),
+        matmul_reductions(),
+        (_cudnn.enabled, _cudnn.benchmark, _cudnn.deterministic, torch.are_deterministic_algorithms_enabled()),
+        (_cuda.flash_sdp_enabled(), _cuda.mem_efficient_sdp_enabled(), _cuda.math_sdp_enabled()),
+        _cuda.cudnn_sdp_enabled(),
     )
+
+
+def _autocast(kind: str) -> Any:
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+
+
+_cuda, _cudnn = torch.backends.cuda, torch.backends.cudnn
