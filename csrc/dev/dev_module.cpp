@@ -675,7 +675,7 @@ void bind_conv(py::module_& m) {
   m.def("conv_out_size", &conv_out_size, py::arg("size"), py::arg("kernel"), py::arg("stride") = 1,
         py::arg("padding") = 0, py::arg("dilation") = 1, py::arg("transposed") = false, py::arg("output_padding") = 0,
         "Output size along one dim; below 1 when nothing fits.");
-  m.attr("OWN_MARGIN") = kOwnMargin;
+  m.def("own_margin", &own_margin, py::arg("problem"), "Of cuDNN's time: what an own kernel must stay below.");
   m.def(
       "estimate_conv",
       [](const ConvProblem& problem, const std::vector<double>& predicted, double least) {

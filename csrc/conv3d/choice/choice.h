@@ -173,7 +173,7 @@ inline ConvPath choose_by_table(const ConvProblem& problem, const DeviceLimits& 
   const ConvPrediction t = estimate_conv(problem, limits, predicted);
   int best = own ? kTimedImplicitGemm : kTimedAten;
   // Where it makes no difference cuDNN is taken.
-  double least = own ? 1e30 : kOwnMargin * t.us[kTimedAten];
+  double least = own ? 1e30 : own_margin(problem) * t.us[kTimedAten];
   for (int i = kTimedImplicitGemm; i < kTimedPaths; ++i) {
     const double us = own && t.us[i] <= 0 ? predicted.us[i] : t.us[i];
     if (us > 0 && us < least) best = i, least = us;

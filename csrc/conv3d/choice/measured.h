@@ -15,7 +15,10 @@ namespace kgopt {
 enum ConvTimed { kTimedAten, kTimedImplicitGemm, kTimedTapColumns, kTimedPositionRows, kTimedFewChannels, kTimedPaths };
 
 inline constexpr double kOwnMargin = 0.92;       // of cuDNN's time: what an own kernel must stay below to be taken
+inline constexpr double kGroupedMargin = 0.7;    // the same of several groups, for which cuDNN has kernels of all kinds
 inline constexpr double kPredictedMargin = 0.5;  // the same where both times are predictions
+
+inline double own_margin(const ConvProblem& q) { return q.groups == 1 ? kOwnMargin : kGroupedMargin; }
 
 // One measured convolution.
 struct ConvMeasured {
@@ -155,16 +158,17 @@ inline double conv_distance(const ConvProblem& q, const ConvMeasured& row) {
 inline ConvPrediction estimate_conv(const ConvProblem& q, const DeviceLimits& limits, const ConvPrediction& predicted,
                                     double least = 0) {
   constexpr size_t kRows = 8;
-  constexpr double kFar = 6;
+  // cuDNN's kernels of several groups differ more from shape to shape, and few transposed ones were measured.
+  const double far = q.groups == 1 ? 6 : q.transposed ? 1.5 : 4;
   auto still_near = [](double distance, double nearest) { return distance <= 2 * nearest + 0.5; };
   std::vector<std::pair<double, const ConvMeasured*>> near;
   for (const ConvMeasured& row : kConvMeasured) {
     const double distance = conv_distance(q, row);
-    if (distance >= least && still_near(distance, kFar)) near.push_back({distance, &row});
+    if (distance >= least && still_near(distance, far)) near.push_back({distance, &row});
   }
   std::sort(near.begin(), near.end());
   ConvPrediction t;
-  if (near.empty() || near[0].first > kFar) return t;
+  if (near.empty() || near[0].first > far) return t;
   double ratios[kTimedPaths] = {};
   for (size_t i = 0; i < std::min(kRows, near.size()) && still_near(near[i].first, near[0].first); ++i) {
     const ConvMeasured& row = *near[i].second;
