@@ -29,6 +29,7 @@ from kgopt.rewrite import (
     plain_graphs,
     policy,
     resampled_graphs,
+    tapped_graphs,
     upsampled_graphs,
     whole_graphs,
 )
@@ -159,6 +160,10 @@ def rewrite_graph(
     swapped = mapped_graphs.swap(graph_module, may_write)
     if swapped:
         glue.append(f"convolutions ahead of nearest upsampling: {', '.join(swapped)}")
+    # Ahead of padding, which then stays the compiler's: it reads it on the way.
+    products = tapped_graphs.swap(graph_module, always)
+    if products:
+        glue.append(f"depthwise convolutions of one tap as products: {', '.join(products)}")
     padded = padded_graphs.fold(graph_module)
     if padded:
         glue.append(f"padding by the convolutions behind it: {', '.join(padded)}")

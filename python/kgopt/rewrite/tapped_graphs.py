@@ -1,0 +1,98 @@
+"""Depthwise convolutions of one tap in captured graphs, of inference and training: products by channel.
+
+cuDNN's kernels for them, and for their gradients, run far below the speed of memory. As a product with a factor of each
+channel, and a sum with its bias, they are Inductor's, which fuses them with what is around them; so are the gradients,
+products and sums over positions. Half precision is computed in float32 and rounded once, as PyTorch's convolution is.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from kgopt._layout import is_dense_channels_last, memory_format
+from kgopt.rewrite import policy
+from kgopt.rewrite.captured import value
+from kgopt.rewrite.glue.calls import PLAIN_CONVS, geometry_of
+from kgopt.rewrite.upsampled_graphs import is_conv
+
+
+def swap(graph_module: fx.GraphModule, always: bool) -> list[str]:
+    """Writes such convolutions as products in a graph of Dynamo's. Names of their nodes. ``always``: on the CPU, too."""
+    graph, done = graph_module.graph, []
+    for node in list(graph.nodes):
+        stride = _stride(node) if is_conv(node) else None
+        if stride is not None and (always or policy.default(value(node).device.type)):
+            _write(graph, node, stride)
+            done.append(node.name)
+    return done
+
+
+def _stride(node: fx.Node) -> tuple[int, ...] | None:
+    """That of a depthwise convolution of one tap that does not pad; None of any other."""
+    found = geometry_of(node.target, node.args, dict(node.kwargs), value)
+    if found is None:
+        return None
+    tensors, (_, _, stride, padding, _, _, groups) = found
+    held, made, rank = [value(t) for t in tensors if t is not None], value(node), PLAIN_CONVS[node.target]
+    if not all(map(_is_plain, (*held, made))):
+        return None
+    x, weight, *_ = held
+    if x.dim() != rank + 2 or any(padding) or min(stride) < 1:
+        return None
+    # Of one channel in a group: with one group x has one channel, which each output is a multiple of.
+    is_one_tap = all(type(n) is int for n in weight.shape) and set(weight.shape[1:]) == {1}
+    return stride if is_one_tap and weight.shape[0] % groups == 0 else None
+
+
+def _is_plain(t: Any) -> bool:
+    """Not of another class, and not wrapped by torch.func, whose tensors hide dims: nothing computes with those here."""
+    return hasattr(t, "fake_mode") and t.is_floating_point() and t.layout is torch.strided
+
+
+def _write(graph: fx.Graph, node: fx.Node, stride: tuple[int, ...]) -> None:
+    (x, weight, bias), (*_, channels) = geometry_of(node.target, node.args, dict(node.kwargs), value)  # type: ignore[misc]
+    before, rank = value(node), len(stride)
+    times = value(weight).shape[0] // channels
+    # Autocast's dtype, where it casts: what it would round first is not rounded here.
+    wide = torch.float64 if before.dtype is torch.float64 else torch.float32
+    last = is_dense_channels_last(before)
+
+    def noted(made: fx.Node, y: Tensor) -> fx.Node:
+        made.meta.update({**node.meta, "example_value": y})
+        return made
+
+    def call(function: Any, *args: Any) -> fx.Node:
+        return noted(graph.call_function(function, args), function(*fx.map_arg(args, value)))
+
+    def method(name: str, of: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+        return noted(graph.call_method(name, (of, *args), kwargs), getattr(value(of), name)(*args, **kwargs))
+
+    def cast(of: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return of if value(of).dtype is dtype else method("to", of, dtype)
+
+    # Several results of a channel are a dim behind it, in the order in which they lie in memory: no copy joins them.
+    if times == 1:
+        sizes = [1, channels, *[1] * rank]
+    else:
+        sizes = [channels, times] if last else [1, channels, times, *[1] * rank]
+    with graph.inserting_before(node):
+        if any(n > 1 for n in stride):
+            x = call(operator.getitem, x, (..., *(slice(None, None, n) for n in stride)))
+        if times > 1:
+            x = method("unsqueeze", method("movedim", x, 1, -1), -1) if last else method("unsqueeze", x, 2)
+        y = call(operator.mul, cast(x, wide), cast(method("reshape", weight, sizes), wide))
+        if bias is not None:
+            y = call(operator.add, y, cast(method("reshape", bias, sizes), wide))
+        y = cast(y, before.dtype)
+        if times > 1:
+            y = method("movedim", method("flatten", y, -2), -1, 1) if last else method("flatten", y, 1, 2)
+        # The convolution's format is one of these two, whatever x lies in.
+        form = memory_format(before.dim(), last)
+        if not value(y).is_contiguous(memory_format=form):
+            y = method("contiguous", y, memory_format=form)
+    node.replace_all_uses_with(y)
+    graph.erase_node(node)
