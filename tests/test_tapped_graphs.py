@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_graphs import captured, needs_cuda_build
 from kgopt import accuracy
-from kgopt.rewrite import backend, tapped_graphs
+from kgopt.rewrite import backend, tapped_graphs, whole_graphs
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -143,7 +143,7 @@ CALLS = {
     "one group": (False, lambda x: F.conv2d(x, W.expand(8, 4, 1, 1), B)),
     "transposed": (False, lambda x: F.conv_transpose2d(x, W[:4], B[:4], groups=4)),
     "without samples": (False, lambda x: F.conv2d(x[0], W, B, groups=4)),
-    "1d": (False, lambda x: F.conv1d(x[0], W[..., 0], B, groups=7)),
+    "1d": (False, lambda x: F.conv1d(x[0, :, 0][None], W[..., 0], B, groups=4)),
     "under vmap": (False, lambda x: torch.func.vmap(lambda t: F.conv2d(t[None], W, B, groups=4))(x)),
 }
 
@@ -152,9 +152,6 @@ CALLS = {
 def test_which_calls(case):
     taken, call = CALLS[case]
     x, seen = tensor(2, 4, False, torch.float32), []
-    if case == "1d":
-        x = x.transpose(1, 2).contiguous()[..., :4].transpose(0, 1)
-        x, call = torch.randn(1, 7, 7), lambda x: F.conv1d(x, W[:7, :, 0], B[:7], groups=7)
     torch._dynamo.reset()
     y = torch.compile(call, backend=rewritten(seen))(x)
     torch.testing.assert_close(y, call(x))
@@ -182,6 +179,56 @@ def test_on_the_cpu_it_stays():
     torch.compile(Conv(), backend=rewritten(seen, always=False))(tensor(2, 4, False, torch.float32))
     assert not seen[0].changes
     assert torch.conv2d in seen
+
+
+class Between(nn.Module):
+    """Such convolutions around a norm, which may take them as its scale and shift, and around others."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.wide = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 8, 1, groups=4)
+        self.norm, self.scale = nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1, groups=8)
+        self.last = nn.Conv2d(8, 2, 3)
+
+    def forward(self, x):
+        h = self.wide(F.relu(self.first(x)))
+        return self.last(F.silu(self.scale(self.norm(h))) + h)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("last", [False, True])
+def test_beside_norms(last, autocast, grad):
+    model, x = Between(), tensor(2, 2, last, torch.float32)
+    torch._dynamo.reset()
+    wide, right = copy.deepcopy(model).double(), x.double()
+    for t in (x, right) if grad else ():
+        t.requires_grad_()
+    exact = results(wide, right, [right, *wide.parameters()] if grad else [])
+    run = torch.compile(model, backend="kgopt", options=ALWAYS)
+    wanted = [x, *model.parameters()] if grad else []
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
+        ours, theirs = results(run, x, wanted), results(model, x, wanted)
+    assert "as products: h, " in backend.last_report.glue
+    assert [bool(row.became) for row in backend.last_report.sites] == [True]
+    for found, plain, expected in zip(ours, theirs, exact, strict=True):
+        assert found.dtype is plain.dtype
+        errors = [accuracy.relative_error(t.detach(), expected.detach()) for t in (found, plain)]
+        assert errors[0] <= accuracy.allowed(autocast or x.dtype, errors[1]), errors
+
+
+@needs_cuda_build
+def test_what_inductor_decides_of_formats_does_not_count_them():
+    def function(x, w, k):
+        return torch.conv2d(torch.conv2d(x, w, groups=128), k)
+
+    with FakeTensorMode() as mode:
+        x, w = torch.empty(2, 128, 9, 9, device="cuda"), torch.empty(128, 1, 1, 1, device="cuda")
+        graph = captured(function, mode, x, w, torch.empty(32, 128, 1, 1, device="cuda"))
+        alone = captured(lambda x, w: torch.conv2d(x, w, groups=128), mode, x, w)
+    assert whole_graphs.other_format(graph.graph, grad=False) == "as it came"
+    assert whole_graphs.other_format(alone.graph, grad=False) == ""
 
 
 @needs_cuda_build

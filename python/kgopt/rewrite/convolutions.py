@@ -32,8 +32,8 @@ from kgopt.torch_private import outside_of_tracing
 MARGIN = 0.9  # of the time in the model's format: what is between convolutions is not measured
 SECONDS = 60.0  # of measurements for a graph, after which it stays as it is
 _NAMES = {4: "images", 5: "volumes"}
-# Ways of glue/calls.py that a graph can hold; a bias is the compiler's.
-_IN_GRAPHS = ("own", "each channel", "pointwise", "few", "scaled")
+# Ways of glue/calls.py that a graph can hold; a bias is the compiler's, and "each channel" is a product by then.
+_IN_GRAPHS = ("own", "pointwise", "few", "scaled")
 
 
 @dataclass

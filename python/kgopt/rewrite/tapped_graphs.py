@@ -21,40 +21,45 @@ from kgopt.rewrite.upsampled_graphs import is_conv
 
 
 def swap(graph_module: fx.GraphModule, always: bool) -> list[str]:
-    """Writes such convolutions as products in a graph of Dynamo's. Names of their nodes. ``always``: on the CPU, too."""
+    """Writes such convolutions of a graph of Dynamo's as products. Names of their nodes. ``always``: on the CPU too."""
     graph, done = graph_module.graph, []
     for node in list(graph.nodes):
-        stride = _stride(node) if is_conv(node) else None
-        if stride is not None and (always or policy.default(value(node).device.type)):
-            _write(graph, node, stride)
+        if is_taken(node, always):
+            _write(graph, node)
             done.append(node.name)
     return done
 
 
-def _stride(node: fx.Node) -> tuple[int, ...] | None:
-    """That of a depthwise convolution of one tap that does not pad; None of any other."""
+def is_taken(node: fx.Node, always: bool = False) -> bool:
+    """Whether a node is such a convolution and becomes a product."""
+    return is_conv(node) and _is_one_tap(node) and (always or policy.default(value(node).device.type))
+
+
+def _is_one_tap(node: fx.Node) -> bool:
+    """A depthwise convolution of one tap, of samples, that does not pad."""
     found = geometry_of(node.target, node.args, dict(node.kwargs), value)
     if found is None:
-        return None
+        return False
     tensors, (_, _, stride, padding, _, _, groups) = found
     held, made, rank = [value(t) for t in tensors if t is not None], value(node), PLAIN_CONVS[node.target]
     if not all(map(_is_plain, (*held, made))):
-        return None
+        return False
     x, weight, *_ = held
-    if x.dim() != rank + 2 or any(padding) or min(stride) < 1:
-        return None
-    # Of one channel in a group: with one group x has one channel, which each output is a multiple of.
-    is_one_tap = all(type(n) is int for n in weight.shape) and set(weight.shape[1:]) == {1}
-    return stride if is_one_tap and weight.shape[0] % groups == 0 else None
+    if x.dim() != rank + 2 or any(padding) or min(stride) < 1 or not all(type(n) is int for n in weight.shape):
+        return False
+    # One channel a group, of one group, too: x has one channel then.
+    return set(weight.shape[1:]) == {1} and weight.shape[0] % groups == 0
 
 
 def _is_plain(t: Any) -> bool:
-    """Not of another class, and not wrapped by torch.func, whose tensors hide dims: nothing computes with those here."""
+    """Of no other class, and not wrapped by torch.func, whose tensors hide dims and cannot be computed with here."""
     return hasattr(t, "fake_mode") and t.is_floating_point() and t.layout is torch.strided
 
 
-def _write(graph: fx.Graph, node: fx.Node, stride: tuple[int, ...]) -> None:
-    (x, weight, bias), (*_, channels) = geometry_of(node.target, node.args, dict(node.kwargs), value)  # type: ignore[misc]
+def _write(graph: fx.Graph, node: fx.Node) -> None:
+    found = geometry_of(node.target, node.args, dict(node.kwargs), value)
+    assert found is not None  # it was asked before
+    (x, weight, bias), (_, _, stride, *_, channels) = found
     before, rank = value(node), len(stride)
     times = value(weight).shape[0] // channels
     # Autocast's dtype, where it casts: what it would round first is not rounded here.
@@ -90,9 +95,7 @@ def _write(graph: fx.Graph, node: fx.Node, stride: tuple[int, ...]) -> None:
         y = cast(y, before.dtype)
         if times > 1:
             y = method("movedim", method("flatten", y, -2), -1, 1) if last else method("flatten", y, 1, 2)
-        # The convolution's format is one of these two, whatever x lies in.
-        form = memory_format(before.dim(), last)
-        if not value(y).is_contiguous(memory_format=form):
-            y = method("contiguous", y, memory_format=form)
+        if value(y).stride() != before.stride():  # the convolution gives one of two formats, whatever x lies in
+            y = method("clone", y, memory_format=memory_format(before.dim(), last))
     node.replace_all_uses_with(y)
     graph.erase_node(node)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from kgopt.rewrite import clocks, measuring, verdicts
+from kgopt.rewrite import clocks, measuring, tapped_graphs, verdicts
 from kgopt.rewrite.captured import is_known, may_measure, name_of, stand_in, text_of, value
 from kgopt.rewrite.decomposed import DECOMPOSITIONS
 from kgopt.rewrite.reporting import Report
@@ -204,6 +204,8 @@ def other_format(graph: fx.Graph, grad: bool) -> str:
     flops, is_contiguous, narrows = dict.fromkeys(_GAINS, 0.0), False, False
     for node in graph.nodes:
         if name_of(node) not in ("conv2d", "conv_transpose2d") or len(node.args) < 2:
+            continue
+        if tapped_graphs.is_taken(node):  # Inductor sees a product
             continue
         x, weight, y = value(node.args[0]), value(node.args[1]), value(node)
         if not all(is_known(t) and t.dim() == 4 and t.is_cuda for t in (x, weight, y)):
