@@ -74,13 +74,12 @@ def test_held_out_choices_are_made_as_all_are():
             assert choice.path.name == fastest(q, dict(zip(PATHS, estimated, strict=True)))
 
 
-def test_choices_without_the_own_measurement():
-    """Of 815 convolutions 190 took an own kernel, none of them slower than cuDNN; 182 of the 281 that were worth it.
-
-    Thresholds leave room for new rows, not for a choice that knows no more than its own row.
+def judged(rows):
+    """How many rows take an own kernel without their own measurement, which of them are slower for it, how many were
+    worth one and how many of those do not take it, and the time of all over cuDNN's.
     """
     taken, slower, worth, missed, logs = 0, [], 0, 0, 0.0
-    for row in ROWS:
+    for row in rows:
         us = row["us"]
         path = fastest(problem(row), held_out(row)[1])
         ratio = us[path] / us["aten"]  # a path that cannot run is never taken
@@ -89,11 +88,31 @@ def test_choices_without_the_own_measurement():
         worth += min(us.values()) < 0.8 * us["aten"]
         missed += path == "aten" and min(us.values()) < 0.8 * us["aten"]
         logs += math.log(ratio)
+    return taken, slower, worth, missed, math.exp(logs / len(rows))
+
+
+def test_choices_without_the_own_measurement():
+    """Of 815 convolutions 190 took an own kernel, none of them slower than cuDNN; 182 of the 281 that were worth it.
+
+    Thresholds leave room for new rows, not for a choice that knows no more than its own row.
+    """
+    taken, slower, worth, missed, all_time = judged([row for row in ROWS if row["groups"] == 1])
     assert taken > 150
     assert len(slower) <= 0.02 * taken, slower
     assert all(ratio < 1.3 for _, _, ratio in slower), slower
     assert missed <= 0.4 * worth
-    assert math.exp(logs / len(ROWS)) < 0.87  # 0.78 if the fastest were always taken
+    assert all_time < 0.87  # 0.78 if the fastest were always taken
+
+
+def test_choices_of_several_groups_without_the_own_measurement():
+    """Of 296 convolutions 40 took an own kernel, none of them slower; 38 of the 175 that were worth it. cuDNN's time is
+    erratic there, so a neighbour must be nearer and the kernel clearly faster.
+    """
+    taken, slower, _, _, all_time = judged([row for row in ROWS if row["groups"] > 1])
+    assert taken > 30
+    assert len(slower) <= 0.05 * taken, slower
+    assert all(ratio < 1.3 for _, _, ratio in slower), slower
+    assert all_time < 0.9
 
 
 def test_own_kernels_without_the_own_measurement():
