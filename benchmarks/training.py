@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -284,8 +284,8 @@ def rows_side_by_side(names: list[str], args: argparse.Namespace, end: float) ->
 
         cases = [(name, dtype) for name in names for dtype in NETWORKS[name][2] if args.dtype in (None, dtype)]
         with ThreadPoolExecutor(args.jobs) as pool:
-            for rows in pool.map(run, cases):
-                yield from rows
+            for done in as_completed([pool.submit(run, case) for case in cases]):
+                yield from done.result()
 
 
 def main() -> None:
