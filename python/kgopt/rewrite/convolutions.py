@@ -30,7 +30,9 @@ from kgopt.rewrite.glue.calls import CONVS, Call, geometry_of, recognize
 from kgopt.torch_private import outside_of_tracing
 
 MARGIN = 0.9  # of the time in the model's format: what is between convolutions is not measured
-SECONDS = 60.0  # of measurements for a graph, after which it stays as it is
+# Of measurements for a graph, as this thread works: waiting for another process that measures is no part. The largest
+# come first; what is left over follows them.
+SECONDS = 60.0
 _NAMES = {4: "images", 5: "volumes"}
 # Ways of glue/calls.py that a graph can hold; a bias is the compiler's, and "each channel" is a product by then.
 _IN_GRAPHS = ("own", "pointwise", "few", "scaled")
@@ -46,6 +48,9 @@ class _Times:
     best_last: float
     option_plain: str  # the faster way, of glue/calls.py; "": PyTorch's
     option_last: str
+
+
+_UNKNOWN = _Times(0.0, 0.0, 0.0, 0.0, "", "")  # of one that there was no time for
 
 
 @dataclass(frozen=True)
@@ -182,23 +187,35 @@ def find(graph_module: fx.GraphModule, moves_images: bool = True) -> Convolution
 
     Without ``moves_images`` those of images are left alone: they will run in the format that they came in.
     """
-    graph, until = graph_module.graph, time.monotonic() + SECONDS
-    times: dict[int, dict[fx.Node, _Times | None]] = {dims: {} for dims in _NAMES}
+    graph, until = graph_module.graph, time.thread_time() + SECONDS
     if uses_autocast(graph):
         return Convolutions()
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target in CONVS and originals.runs_as_is(node.target):
-            if _dims(node) == 4 and not moves_images:
-                continue
-            of_all = times[_dims(node)]
-            if None not in of_all.values():
-                of_all[node] = _measured(node, torch.is_grad_enabled(), until)
+    nodes = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and node.target in CONVS and originals.runs_as_is(node.target)
+    ]
     found = Convolutions()
-    for dims, choose in ((4, _of_images), (5, _of_volumes)):
-        known = {node: t for node, t in times[dims].items() if t is not None}
-        if known and len(known) == len(times[dims]):
-            found.ways.update(choose(known))
+    for dims, choose in (*([(4, _of_images)] if moves_images else []), (5, _of_volumes)):
+        times: dict[fx.Node, _Times] = {}
+        for node in sorted((n for n in nodes if _dims(n) == dims), key=_work, reverse=True):
+            of_node = _measured(node, torch.is_grad_enabled(), until)
+            if of_node is None:
+                break
+            times[node] = of_node
+        else:
+            if any(t is not _UNKNOWN for t in times.values()):
+                found.ways.update(choose({node: times[node] for node in nodes if node in times}))
     return found
+
+
+def _work(node: fx.Node) -> int:
+    """Products, or near to it; what has no known sizes comes first, for it settles that nothing changes."""
+    x, y = value(_input(node)), value(node)
+    if not (is_known(x) and is_known(y)):
+        return 2**63
+    weight = value(node.args[1] if len(node.args) > 1 else node.kwargs["weight"])
+    return max(x.numel(), y.numel()) * weight.numel() // max(weight.shape[0], 1) if is_known(weight) else 2**63
 
 
 def _of_volumes(times: Mapping[fx.Node, _Times]) -> dict[fx.Node, _Way]:
@@ -229,14 +246,15 @@ def _measured(node: fx.Node, grad: bool, until: float) -> _Times | None:
     key = verdicts.key_of("convolution", tensors[0].device, CONVS[node.target], rest, kinds, grad, is_free)
 
     def measure() -> list[Any] | None:
-        if time.monotonic() > until:
-            return None
         # Whatever a convolution raises: PyTorch will raise it again, or memory is short.
         with contextlib.suppress(Exception), measuring.own_saved_tensors(), outside_of_tracing() as is_outside:
             return _measure(node, grad, is_free) if is_outside else None
         return None
 
-    found, _ = verdicts.of_graphs().settle(key, measure)
+    known = verdicts.of_graphs()
+    if time.thread_time() > until and known.known(key) is None:
+        return _UNKNOWN
+    found, _ = known.settle(key, measure)
     return None if found is None else _Times(*found)
 
 
