@@ -34,6 +34,8 @@ MARGIN = 0.9  # of the time in the model's format: what is between convolutions 
 # come first; what is left over follows them.
 SECONDS = 60.0
 _NAMES = {4: "images", 5: "volumes"}
+# Volumes' convolutions as sites write them, beside a norm.
+_OF_VOLUMES = (torch.ops.kgopt.conv3d.default, torch.ops.kgopt.conv_transpose3d.default)
 # Ways of glue/calls.py that a graph can hold; a bias is the compiler's, and "each channel" is a product by then.
 _IN_GRAPHS = ("own", "pointwise", "few", "scaled")
 
@@ -77,25 +79,25 @@ class Convolutions:
         graph, added, replaced = graph_module.graph, [], []
         left = {node: way for node, way in self.ways.items() if node.users}  # others became parts of sites
         for node, way in left.items():
-            with graph.inserting_before(node):
-                if way.channels_last:
-                    x = _input(node)
-                    last = graph.call_method("contiguous", (x,), {"memory_format": FORMATS[_dims(node)]})
-                    added.append(last)
-                    node.replace_input_with(x, last)
-                made = node
-                if way.option:
+            if way.channels_last:
+                added.append(_move_input(graph, node))
+            made = node
+            if way.option:
+                with graph.inserting_before(node):
                     made = _own(graph, node, way.option)
-                    made.meta.update(node.meta)
-                    node.replace_all_uses_with(made)
-                    replaced.append((node, made))
+                made.meta.update(node.meta)
+                node.replace_all_uses_with(made)
+                replaced.append((node, made))
             if way.channels_last:  # of one channel in either format some give a contiguous tensor
                 with graph.inserting_after(made):
                     given = graph.call_method("contiguous", (made,), {"memory_format": FORMATS[_dims(node)]})
                 given.meta.update(node.meta)
                 made.replace_all_uses_with(given, delete_user_cb=lambda user, given=given: user is not given)  # type: ignore[misc]
                 added.append(given)
-        if not left or not _runs(graph_module):
+        if 5 in self.dims_last:
+            in_sites = [n for n in graph.nodes if n.target in _OF_VOLUMES and _input(n) not in added]
+            added += [_move_input(graph, node) for node in in_sites]
+        if (not added and not left) or not _runs(graph_module):
             for node, own in replaced:
                 own.replace_all_uses_with(node)
                 graph.erase_node(own)
@@ -109,6 +111,37 @@ class Convolutions:
         for node, _ in replaced:
             graph.erase_node(node)
         return "; ".join(filter(None, said))
+
+
+def _move_input(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Has a convolution read its input in channels_last."""
+    x = _input(node)
+    with graph.inserting_before(node):
+        last = graph.call_function(channels_last, (x,))
+    node.replace_input_with(x, last)
+    return last
+
+
+class _ChannelsLast(torch.autograd.Function):
+    """A tensor in channels_last, whose gradient stays in the format in which it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.ops.kgopt.in_format(x, True)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return dy
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """``x`` in channels_last for a convolution, in code that Inductor compiles.
+
+    Of ``x.contiguous(memory_format=...)`` Inductor makes a pointwise copy that is free to lie as it likes, which for
+    volumes is contiguous; ATen then transposes it for cuDNN time and again. It lowers this op by
+    :mod:`~kgopt.rewrite.lowering`: what is still to be written is written so, and what lies so is no copy.
+    """
+    return _ChannelsLast.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _said(name: str, ways: list[_Way]) -> str:

@@ -44,6 +44,7 @@ _OTHERS = (
 )
 # Of these x alone: nothing tells a residual's format from a weight's.
 _CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d")
+_IN_FORMAT = torch.ops.kgopt.in_format.default
 _CLONE = torch.ops.aten.clone.default
 
 
@@ -155,6 +156,23 @@ def install() -> None:
         op = _overload(name)
         make_fallback(op, layout_constraint=flexible.get(name, fixed), warn=False)
         lowerings[op] = _below(op, lowerings[op], parts[-1])
+    lowerings[_IN_FORMAT] = _in_format(lowerings[_IN_FORMAT], *parts)
+
+
+def _in_format(
+    lower: Callable[..., Any], ir_node: Any, external: Any, flexible: Any, view: Any, virtual: Any
+) -> Callable[..., Any]:
+    """``lower``, the lowering of ``in_format``, which copies; where Inductor can do without it writes x so at once."""
+
+    @functools.wraps(lower)
+    def lowered(x: Any, channels_last: Any) -> Any:
+        graph = virtual.graph
+        # A result of the graph that a caller sees is a tensor of its own, as the op's is.
+        if graph.current_node in graph.user_visible_output_strides:
+            return lower(x, channels_last)
+        return external.require_exact_strides(x, _dense(list(x.get_size()), channels_last))
+
+    return lowered
 
 
 def _below(op: Any, lower: Callable[..., Any], virtual: Any) -> Callable[..., Any]:
