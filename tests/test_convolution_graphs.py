@@ -206,6 +206,78 @@ def test_images_must_beat_both_formats(faster, monkeypatch, plain, last, best):
     assert convolutions.find(graph).ways == {conv: convolutions._Way("auto", channels_last=True)}
 
 
+class Joined(nn.Module):
+    """A level of a U-Net whose norms stand in front of convolutions, with gradients."""
+
+    def __init__(self, channels=6):
+        super().__init__()
+        self.first, self.low = nn.Conv3d(1, channels, 3, padding=1), nn.Conv3d(channels, 8, 3, padding=1)
+        self.norm, self.second = nn.GroupNorm(2, channels + 8), nn.Conv3d(channels + 8, 4, 3, padding=1)
+        self.norm2, self.last = nn.GroupNorm(2, 4), nn.Conv3d(4, 2, 3, padding=1)
+
+    def forward(self, x):
+        x = F.relu(self.first(x))
+        low = F.interpolate(self.low(F.max_pool3d(x, 2)), scale_factor=2.0)
+        h = F.relu(self.second(self.norm(torch.cat([x, low], 1))))
+        return self.last(self.norm2(h))
+
+
+def formats(model, x):
+    """What kgopt's norms and each convolution of the rewritten graph read: a format that is said, or none."""
+    found = []
+
+    def rewrite(graph, example_inputs):
+        backend.rewrite_graph(graph, always=True)
+        for node in graph.graph.nodes:
+            name = str(node.target)
+            if node.op == "call_function" and ("conv" in name or "group_norm" in name):
+                x = node.args[0]
+                says = x.target in (convolutions.lies, torch.ops.kgopt.in_format.default)
+                found.append(("conv" if "conv" in name else "norm", x.args[1] if says else None))
+        return graph
+
+    torch._dynamo.reset()
+    return torch.compile(model, backend=rewrite)(x), found
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_sites_read_channels_last(faster, monkeypatch, grad):
+    """Convolutions beside kgopt's norms were left as they came, and a norm's concatenation was written contiguous."""
+    monkeypatch.setattr(training, "_gain", lambda both, x: 0.0)
+    model, x = Joined(), torch.randn(1, 1, 4, 6, 8)
+    with torch.set_grad_enabled(grad):
+        y, found = formats(model, x)
+        torch.testing.assert_close(y, model(x))
+    # The first one reads a single channel, which lies in both.
+    assert [says for kind, says in found if kind == "conv"] == [None, True, True, True]
+    assert [says for kind, says in found if kind == "norm"][0] is True
+    if grad:
+        y.square().sum().backward()
+        got = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        model(x).square().sum().backward()
+        torch.testing.assert_close(got, [p.grad for p in model.parameters()], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("best_plain", "stays"), [(1e-3, True), (1 - 1e-9, False)])
+def test_one_that_is_worth_its_copies_stays_among_volumes(faster, monkeypatch, best_plain, stays):
+    first = []
+
+    def measured(node, grad, until):
+        is_first = not first or first == [node]
+        first[:] = first or [node]
+        return convolutions._Times(1.0, 1.0, best_plain, 1.0, "", "") if is_first else slow
+
+    slow = convolutions._Times(9.0, 1.0, 9.0, 1.0, "", "")
+    monkeypatch.setattr(convolutions, "_measured", measured)
+    model, x = nn.Sequential(nn.Conv3d(2, 30, 3), nn.Conv3d(30, 3, 3), nn.Conv3d(3, 2, 3)), torch.randn(1, 2, 8, 8, 8)
+    with torch.no_grad():
+        y, found = formats(model, x)
+        agree([y], [model(x)])
+    # The largest, which is measured first, is the second.
+    assert [says for _, says in found] == [True, not stays, True]
+
+
 def test_what_there_is_no_time_for_follows_the_largest(faster, monkeypatch):
     """A graph of many convolutions is not left as it came because the time is over."""
     seen = []

@@ -222,3 +222,29 @@ def test_an_optimized_model_under_torch_compile():
     code = "\n".join(code)
     assert "kgopt.group_norm" in code
     assert goes_through(code) == []
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_a_format_that_is_asked_for_is_a_copy_where_a_caller_sees_it(lies):
+    """And else what is written in it at once."""
+
+    def first(x):
+        return torch.ops.kgopt.in_format(x, True)
+
+    def inside(x):
+        y = torch.ops.kgopt.in_format(torch.cat([x, x + 1], 1), True)
+        return torch.ops.kgopt.upsample_nearest(y, [2, 2, 2])
+
+    x = torch.randn(2, 3, 4, 5, 6)
+    x = x.to(memory_format=torch.channels_last_3d) if lies else x
+    y, _ = compiled(first)(x)
+    assert y.data_ptr() != x.data_ptr()
+    assert y.stride() == first(x).stride()
+    torch.testing.assert_close(y, x)
+    # On the CPU Inductor has each part of a concatenation written into it, and decides itself how it lies.
+    with torch._inductor.config.patch(force_pointwise_cat=True):
+        y, code = compiled(inside)(x)
+    torch.testing.assert_close(y, inside(x))
+    assert "kgopt.upsample_nearest" in code
+    assert "kgopt.in_format.default" not in code.replace("[kgopt.in_format", "")
+    assert len(re.findall(r"= empty_strided_cpu\(", code)) == 1  # the concatenation

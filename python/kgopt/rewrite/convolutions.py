@@ -5,8 +5,8 @@ leaves in the format of the model. While a graph is compiled they are timed in b
 in inference its own kernels in channels_last, in training its op with its gradients, by the measurement of
 :mod:`~kgopt.rewrite.training`.
 
-Volumes: where the sum is smaller by more than a tenth in channels_last, each convolution is given its input so; what is
-between them follows. Images: where the sum in channels_last, with kgopt's, is smaller than cuDNN's in either format:
+Volumes: where the sum is smaller by more than a tenth in channels_last, each convolution is given its input so, and each
+norm of kgopt's; what is between them follows. One that is faster as it came by more than the copies around it stays so. Images: where the sum in channels_last, with kgopt's, is smaller than cuDNN's in either format:
 which of them Inductor takes is not known yet. Results of the graph have the format that they had.
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from kgopt._layout import FORMATS
-from kgopt.rewrite import clocks, contest, measuring, originals, training, verdicts
+from kgopt.rewrite import clocks, contest, lowering, measuring, originals, training, verdicts
 from kgopt.rewrite.captured import is_known, may_measure, stand_in, uses_autocast, value
 from kgopt.rewrite.emit import TORCH_CONVS
 from kgopt.rewrite.glue import search
@@ -33,7 +33,9 @@ MARGIN = 0.9  # of the time in the model's format: what is between convolutions 
 # Of measurements for a graph, as this thread works: waiting for another process that measures is no part. The largest
 # come first; what is left over follows them.
 SECONDS = 60.0
+COPY_RATE = 1e12  # bytes that a copy to the other format reads and writes in a second, at the least
 _NAMES = {4: "images", 5: "volumes"}
+_IN_FORMAT = torch.ops.kgopt.in_format.default
 # Volumes' convolutions as sites write them, beside a norm.
 _OF_VOLUMES = (torch.ops.kgopt.conv3d.default, torch.ops.kgopt.conv_transpose3d.default)
 # Ways of glue/calls.py that a graph can hold; a bias is the compiler's, and "each channel" is a product by then.
@@ -78,9 +80,10 @@ class Convolutions:
         """Puts it into the graph, unless code of the model counts on the format that it had. What was done."""
         graph, added, replaced = graph_module.graph, [], []
         left = {node: way for node, way in self.ways.items() if node.users}  # others became parts of sites
+        moves_volumes = 5 in self.dims_last
         for node, way in left.items():
-            if way.channels_last:
-                added.append(_move_input(graph, node))
+            if way.channels_last or (moves_volumes and _dims(node) == 5):
+                added += _move_input(graph, node, way.channels_last)
             made = node
             if way.option:
                 with graph.inserting_before(node):
@@ -94,9 +97,8 @@ class Convolutions:
                 given.meta.update(node.meta)
                 made.replace_all_uses_with(given, delete_user_cb=lambda user, given=given: user is not given)  # type: ignore[misc]
                 added.append(given)
-        if 5 in self.dims_last:
-            in_sites = [n for n in graph.nodes if n.target in _OF_VOLUMES and _input(n) not in added]
-            added += [_move_input(graph, node) for node in in_sites]
+        if moves_volumes:
+            added += self._move_sites(graph, {made for _, made in replaced})
         if (not added and not left) or not _runs(graph_module):
             for node, own in replaced:
                 own.replace_all_uses_with(node)
@@ -112,36 +114,52 @@ class Convolutions:
             graph.erase_node(node)
         return "; ".join(filter(None, said))
 
+    def _move_sites(self, graph: fx.Graph, others: set[fx.Node]) -> list[fx.Node]:
+        """The volumes that sites read: those of their convolutions, and those of norms, such as a concatenation, which
+        Inductor would else write contiguous.
+        """
+        ways = {_weight(node): way for node, way in self.ways.items()}
+        added = []
+        for node in list(graph.nodes):
+            if node.target in _OF_VOLUMES and node not in others:
+                added += _move_input(graph, node, getattr(ways.get(_weight(node)), "channels_last", True))
+            elif node.target in lowering.NORMS and isinstance(t := value(_input(node)), Tensor) and t.dim() == 5:
+                added += _move_input(graph, node, channels_last=True)
+        return added
 
-def _move_input(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Has a convolution read its input in channels_last."""
+
+def _move_input(graph: fx.Graph, node: fx.Node, channels_last: bool) -> list[fx.Node]:
+    """Has a node read its input in a format; what was added for that."""
     x = _input(node)
+    if isinstance(t := value(x), Tensor) and t.shape[1] == 1:  # it lies in both
+        return []
     with graph.inserting_before(node):
-        last = graph.call_function(channels_last, (x,))
-    node.replace_input_with(x, last)
-    return last
+        # AOTAutograd's cache takes ops alone; with gradients it has none of such graphs.
+        moved = graph.call_function(lies if torch.is_grad_enabled() else _IN_FORMAT, (x, channels_last))
+    node.replace_input_with(x, moved)
+    return [moved]
 
 
-class _ChannelsLast(torch.autograd.Function):
-    """A tensor in channels_last, whose gradient stays in the format in which it comes."""
+class _Lies(torch.autograd.Function):
+    """A tensor in a format, whose gradient stays in that in which it comes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.ops.kgopt.in_format(x, True)  # type: ignore[no-any-return]
+    def forward(ctx: Any, x: Tensor, channels_last: bool) -> Tensor:
+        return _IN_FORMAT(x, channels_last)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return dy
+        return dy, None
 
 
-def channels_last(x: Tensor) -> Tensor:
-    """``x`` in channels_last for a convolution, in code that Inductor compiles.
+def lies(x: Tensor, channels_last: bool) -> Tensor:
+    """``x`` in channels_last, or contiguous, for what reads it in code that Inductor compiles.
 
     Of ``x.contiguous(memory_format=...)`` Inductor makes a pointwise copy that is free to lie as it likes, which for
     volumes is contiguous; ATen then transposes it for cuDNN time and again. It lowers this op by
     :mod:`~kgopt.rewrite.lowering`: what is still to be written is written so, and what lies so is no copy.
     """
-    return _ChannelsLast.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+    return _Lies.apply(x, channels_last)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _said(name: str, ways: list[_Way]) -> str:
@@ -154,6 +172,10 @@ def _said(name: str, ways: list[_Way]) -> str:
 def _input(node: fx.Node) -> fx.Node:
     """What a convolution reads, however its arguments are given."""
     return node.args[0] if node.args else node.kwargs["input"]  # type: ignore[return-value]
+
+
+def _weight(node: fx.Node) -> fx.Node:
+    return node.args[1] if len(node.args) > 1 else node.kwargs["weight"]  # type: ignore[return-value]
 
 
 def _dims(node: fx.Node) -> int:
@@ -247,14 +269,23 @@ def _work(node: fx.Node) -> int:
     x, y = value(_input(node)), value(node)
     if not (is_known(x) and is_known(y)):
         return 2**63
-    weight = value(node.args[1] if len(node.args) > 1 else node.kwargs["weight"])
+    weight = value(_weight(node))
     return max(x.numel(), y.numel()) * weight.numel() // max(weight.shape[0], 1) if is_known(weight) else 2**63
 
 
 def _of_volumes(times: Mapping[fx.Node, _Times]) -> dict[fx.Node, _Way]:
     if sum(t.best_last for t in times.values()) <= MARGIN * sum(t.best_plain for t in times.values()):
-        return {node: _Way(t.option_last, True) for node, t in times.items()}
+        return {node: _of_moved(node, t) for node, t in times.items()}
     return {node: _Way(t.option_plain, False) for node, t in times.items() if t.option_plain}
+
+
+def _of_moved(node: fx.Node, t: _Times) -> _Way:
+    """One among volumes in channels_last: some, of a single channel for one, are worth the copies around them."""
+    tensors = [t for t in (value(_input(node)), value(node)) if isinstance(t, Tensor) and t.shape[1] > 1]
+    copied = sum(2 * t.numel() * t.element_size() for t in tensors) * (2 if torch.is_grad_enabled() else 1)
+    if t.best_plain + copied / COPY_RATE < t.best_last:
+        return _Way(t.option_plain, False)
+    return _Way(t.option_last, True)
 
 
 def _of_images(times: Mapping[fx.Node, _Times]) -> dict[fx.Node, _Way]:

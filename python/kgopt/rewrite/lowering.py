@@ -54,6 +54,7 @@ def _overload(name: str) -> Any:
 
 _GIVE_A_TENSOR = {_overload(name) for name in _NORMS}
 _GIVE_SEVERAL = {_overload(name) for name in _NORMS_FORWARD}
+NORMS = _GIVE_A_TENSOR | _GIVE_SEVERAL  # the first argument is the tensor
 
 
 # ----------------------------------------------------------------------------------------------------------------------
