@@ -250,7 +250,7 @@ def test_sites_read_channels_last(faster, monkeypatch, grad):
         torch.testing.assert_close(y, model(x))
     # The first one reads a single channel, which lies in both.
     assert [says for kind, says in found if kind == "conv"] == [None, True, True, True]
-    assert [says for kind, says in found if kind == "norm"][0] is True
+    assert next(says for kind, says in found if kind == "norm") is True
     if grad:
         y.square().sum().backward()
         got = [p.grad.clone() for p in model.parameters()]

@@ -5,9 +5,10 @@ leaves in the format of the model. While a graph is compiled they are timed in b
 in inference its own kernels in channels_last, in training its op with its gradients, by the measurement of
 :mod:`~kgopt.rewrite.training`.
 
-Volumes: where the sum is smaller by more than a tenth in channels_last, each convolution is given its input so, and each
-norm of kgopt's; what is between them follows. One that is faster as it came by more than the copies around it stays so. Images: where the sum in channels_last, with kgopt's, is smaller than cuDNN's in either format:
-which of them Inductor takes is not known yet. Results of the graph have the format that they had.
+Volumes: where the sum is smaller by more than a tenth in channels_last, each convolution is given its input so, and so
+is each norm of kgopt's; what is between them follows. One that is faster as it came by more than the copies around it
+stays so. Images: where the sum in channels_last, with kgopt's, is smaller than cuDNN's in either format: which of them
+Inductor takes is not known yet. Results of the graph have the format that they had.
 """
 
 from __future__ import annotations
