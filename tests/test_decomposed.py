@@ -45,6 +45,66 @@ def test_half_precision_is_rounded_once(dtype):
     assert float(got) == float((dy.double().sum()).to(dtype))
 
 
+MAX_POOLS = {
+    "halves": {"kernel_size": 2},
+    "flat": {"kernel_size": (1, 2, 2)},
+    "rounded up": {"kernel_size": 2, "ceil_mode": True},
+    "overlap": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "some overlap": {"kernel_size": (3, 2, 3), "stride": (2, 2, 3), "padding": (1, 0, 1), "ceil_mode": True},
+    "gaps": {"kernel_size": 2, "stride": 3},
+}
+
+
+@pytest.mark.parametrize("sizes", [(6, 8, 4), (5, 7, 9)])
+@pytest.mark.parametrize("pool", MAX_POOLS)
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["one sample", "batch"])
+def test_max_pooling_has_atens_gradient(pool, sizes, batch):
+    op = ATEN.max_pool3d_with_indices_backward.default
+    x = torch.randint(0, 5, (*batch, 2, *sizes)).double()  # equal ones: the first of them counts
+    options = {"stride": (), "padding": 0, "dilation": 1, "ceil_mode": False} | MAX_POOLS[pool]
+    given = [options[key] for key in ("kernel_size", "stride", "padding", "dilation")]
+    given = [[v] * 3 if isinstance(v, int) else list(v) for v in given]
+    y, indices = ATEN.max_pool3d_with_indices(x, *given, options["ceil_mode"])
+    dy = torch.randn_like(y)
+    got = DECOMPOSITIONS[op](dy, x, *given, options["ceil_mode"], indices)
+    torch.testing.assert_close(got, op(dy, x, *given, options["ceil_mode"], indices), rtol=1e-12, atol=1e-12)
+
+
+def test_max_pooling_of_large_windows_is_atens():
+    x = torch.randn(1, 1, 6, 6, 6)
+    dy, indices = ATEN.max_pool3d_with_indices(x, [3, 3, 3], [1, 1, 1])
+    op = ATEN.max_pool3d_with_indices_backward.default
+    assert DECOMPOSITIONS[op](dy, x, [3], [1], [0], [1], False, indices) is NotImplemented
+    assert DECOMPOSITIONS[op](dy, x, [2], [2], [0], [2], False, indices) is NotImplemented
+
+
+@pytest.mark.parametrize("options", [{"kernel_size": 2}, {"kernel_size": 3, "stride": 2, "padding": 1}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiled_code_pools_backward(options, dtype, device):
+    """No kernel of ATen is left for it; half precision adds up in float32."""
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    def model(x):
+        return F.relu(F.max_pool3d(x, **options) - 1)
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 7, 8, 6, dtype=dtype, device=device).to(memory_format=torch.channels_last_3d)
+    x.requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="kgopt", options={"kgopt.always": True})
+    _, code = run_fw_bw_and_get_code(lambda: compiled(x).sum())
+    y = compiled(x)
+    dy = torch.randn_like(y)
+    (actual,) = torch.autograd.grad(y, x, dy)
+    (expected,) = torch.autograd.grad(model(x.double()), x, dy.double())
+    assert actual.dtype is dtype
+    torch.testing.assert_close(
+        actual.double(), expected.double(), rtol=2**-8 if dtype is torch.bfloat16 else 1e-12, atol=1e-12
+    )
+    assert "max_pool3d_with_indices_backward.default(" not in "".join(code)
+
+
 class Padded(nn.Module):
     """Padding by a convolution and by a function."""
 

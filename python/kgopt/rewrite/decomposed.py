@@ -6,6 +6,7 @@ Given to Inductor for graphs of ``backend="kgopt"``, beside its own decompositio
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,10 +67,50 @@ def _adaptive_avg_pool_backward(dy: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
+MOST_WINDOWS = 8  # that share a position; ATen's atomics are the better way beyond that
+
+
+def _max_pool3d_backward(
+    dy: Tensor,
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: Tensor,
+) -> Tensor:
+    """Each position asks the windows that it is in whether it was their largest.
+
+    Inductor does so for images. For volumes it calls ATen, which clears a tensor and scatters into it.
+    """
+    kernel, strides, pads, dilations = (
+        list(v) * 3 if len(v) == 1 else list(v) for v in (kernel_size, stride or kernel_size, padding, dilation)
+    )
+    windows = [-(-k // s) for k, s in zip(kernel, strides, strict=True)]
+    if dilations != [1, 1, 1] or math.prod(windows) > MOST_WINDOWS:
+        return NotImplemented
+    sizes, results, lead = x.shape[-3:], dy.shape[-3:], [None] * (x.dim() - 3)
+    shapes = ([-1, 1, 1], [1, -1, 1], [1, 1, -1])
+    along = [torch.arange(n, device=x.device).view(shape) for n, shape in zip(sizes, shapes, strict=True)]
+    here = (along[0] * sizes[1] + along[1]) * sizes[2] + along[2]
+    # Of several windows the sum is rounded once.
+    wide = dy.float() if math.prod(windows) > 1 and dy.dtype in (torch.bfloat16, torch.float16) else dy
+    total: Any = 0
+    for offsets in itertools.product(*map(range, windows)):
+        window = [(a + p) // s - o for a, p, s, o in zip(along, pads, strides, offsets, strict=True)]
+        at = [*lead, *(w.clamp(0, r - 1) for w, r in zip(window, results, strict=True))]
+        inside = [(w >= 0) & (w < r) for w, r in zip(window, results, strict=True)]
+        is_largest = (torch.ops.aten._unsafe_index(indices, at) == here) & inside[0] & inside[1] & inside[2]
+        total = total + torch.where(is_largest, torch.ops.aten._unsafe_index(wide, at), 0)
+    return total.to(dy.dtype)  # type: ignore[no-any-return]
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.replication_pad1d_backward.default: _replication_pad_backward,
     torch.ops.aten.replication_pad2d_backward.default: _replication_pad_backward,
     torch.ops.aten.replication_pad3d_backward.default: _replication_pad_backward,
+    torch.ops.aten.max_pool3d_with_indices_backward.default: _max_pool3d_backward,
 }
 if ADAPTIVE_MEANS is not None:
     DECOMPOSITIONS.update(zip(ADAPTIVE_MEANS, (_adaptive_avg_pool, _adaptive_avg_pool_backward) * 2, strict=True))
