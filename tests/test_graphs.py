@@ -42,7 +42,7 @@ class FakeLane:
     def settle(self):
         self.machine.settled += 1
 
-    def record(self, call):
+    def record(self, call, room=0):
         if self.machine.fails:
             raise RuntimeError(self.machine.fails)
         with torch.no_grad():
@@ -836,7 +836,7 @@ def test_an_error_of_the_models_own_while_recording(fake, monkeypatch, where):
 
     if where == "capture":
 
-        def record(self, call):
+        def record(self, call, room=0):
             raise KeyError("of the model")
 
         monkeypatch.setattr(FakeLane, "record", record)

@@ -152,10 +152,11 @@ class Replayed:
         # Between steps their memory would be free for others otherwise: that is for those alone who wait for the host.
         if not self.always and step.is_busy(device):
             raise RefusedError(BUSY)
-        step.record()
+        room = step.peak(device)
+        step.record(room)
         if not self.always:
             held = self.lane.held
-            most = min(MOST * machine.MACHINE.memory(device), max(LITTLE, MORE * step.peak(device)))
+            most = min(MOST * machine.MACHINE.memory(device), max(LITTLE, MORE * room))
             if held > most:
                 raise RefusedError(f"it would hold {held / 2**20:.0f} MiB")
         found = (1.0, 0.0) if self.always else step.seconds(lambda: self._holds(inputs), device)

@@ -102,14 +102,14 @@ class Step:
                 for t, value in zip(self.written, before, strict=True):
                     t.copy_(value)
 
-    def record(self) -> None:
-        """Both graphs.
+    def record(self, room: int) -> None:
+        """Both graphs, in as much memory as a step by calls takes if that is enough.
 
         Raises:
             RefusedError: a replay would not do what the call does.
         """
         with self._put_back():
-            self._forward, self.outputs = self.lane.record(self._call)
+            self._forward, self.outputs = self.lane.record(self._call, room)
             given_of(self.outputs, self.own, [])  # raises where they share memory
             self._results = [copier(y) for y in self.outputs]
             self._backward, self.buffers = self.lane.record(self._differentiate)

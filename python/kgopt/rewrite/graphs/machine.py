@@ -98,8 +98,11 @@ class Lane:
         if self.last is not None and self.last != current:
             current.wait_stream(self.last)
 
-    def record(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def record(self, call: Callable[[], Any], room: int = 0) -> tuple[Callable[[], None], Any]:
         """What replays a call, and its result, which each replay writes anew.
+
+        ``room``: bytes that the pool gets in one piece ahead, for this recording and those behind it. Of segments that
+        come one by one, each as large as what first asked for it, a fifth to a third is never used by what comes later.
 
         A capture that fails is ended, and the allocator is told so.
         """
@@ -117,7 +120,7 @@ class Lane:
                 torch.cuda.empty_cache()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.stream(self.side):
-                    result = self._capture(graph, call)
+                    result = self._capture(graph, call, room)
                 if alone:
                     clear_blas_workspaces()
         finally:
@@ -125,9 +128,11 @@ class Lane:
                 gc.enable()
         return graph.replay, result
 
-    def _capture(self, graph: Any, call: Callable[[], Any]) -> Any:
+    def _capture(self, graph: Any, call: Callable[[], Any], room: int = 0) -> Any:
         graph.capture_begin(self.pool, capture_error_mode="thread_local")
         try:
+            if room:
+                torch.empty(room, dtype=torch.uint8, device=self.device)  # it is free again at once
             result = call()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # what failed may have made the capture void
