@@ -30,6 +30,7 @@ from kgopt.rewrite import (
     policy,
     resampled_graphs,
     tapped_graphs,
+    unbiased_graphs,
     upsampled_graphs,
     whole_graphs,
 )
@@ -157,6 +158,10 @@ def rewrite_graph(
     graph = graph_module.graph
     report, glue = Report(), []
     is_changed = plain_graphs.simplify(graph)
+    # First: what plans, times or fuses convolutions and norms sees those that will run.
+    unbiased = unbiased_graphs.leave_out(graph_module, always)
+    if unbiased:
+        glue.append(f"biases that an instance norm takes out again left out: {', '.join(unbiased)}")
     swapped = mapped_graphs.swap(graph_module, may_write)
     if swapped:
         glue.append(f"convolutions ahead of nearest upsampling: {', '.join(swapped)}")
