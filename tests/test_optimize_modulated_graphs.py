@@ -213,6 +213,31 @@ def test_what_cannot_be_one_op(function, device):
     assert "shift" not in row.became
 
 
+def one_scaled(x, w, b, e):
+    return F.silu(F.group_norm(x, 2, w, b) + F.group_norm(x + 1, 4, b, w) * e[:, :C])
+
+
+def both_scaled(x, w, b, e):
+    return F.silu(F.group_norm(x, 2, w, b) * e[:, C:] + F.group_norm(x + 1, 4, b, w) * e[:, :C])
+
+
+def a_product(x, w, b, e):
+    return F.group_norm(x, 2, w, b) * F.group_norm(x + 1, 4, b, w) + x
+
+
+@pytest.mark.parametrize("function", [one_scaled, both_scaled, a_product])
+def test_sums_and_products_of_two_norms_are_the_first_ones(function, device):
+    """Both took the sum, where one of them is scaled: the graph was written twice, and its call raised."""
+    given = sample(torch.float32, device)
+    check(function, given, torch.float32)
+    with torch.no_grad():
+        (y, report), expected = rewritten(function, *given), function(*given)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    first, second = report.sites
+    assert first.became.startswith(("group_norm_add", "group_norm_maps"))
+    assert second.became in ("group_norm", "group_norm(scale)")
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_channels_last(n, device):
     """Of several samples the norm alone is kgopt's, as it was."""

@@ -359,3 +359,35 @@ def test_channels_last_of_a_network_with_weights_of_4_and_5_dimensions():
     assert is_dense_channels_last(x)
     assert is_dense_channels_last(moved[0].weight)
     assert is_dense_channels_last(moved[2].weight)
+
+
+# ----------------------------------------------------------------------------------------------------------- profiles
+
+
+def test_a_profile_says_where_the_time_goes(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    name, dtype = DRAWN[0].name, DRAWN[0].precisions[0]
+    shared = ["--suite", "zoo", "--profile", "--device", "cpu", "--quick", "--count", "3", "--seed", "5"]
+    more = ["--case", name, "--dtype", dtype, "--ways", "eager,backend", "--json", str(path)]
+    assert main(["bench", *shared, *more]) == 0
+    rows = results.load_rows(path)
+    assert [row["implementation"] for row in rows] == ["eager", "kgopt_backend"]
+    for row in rows:
+        assert (row["case"], row["dtype"]) == (name, dtype)
+        times = [found["us"] for found in row["operators"]]
+        assert times == sorted(times, reverse=True)
+        assert sum(times) == pytest.approx(row["total_us"], abs=1)
+        assert any("convolution" in found["operator"] and "[" in found["shapes"] for found in row["operators"])
+    text = capsys.readouterr().out
+    assert f"{name} {dtype} eager" in text
+    assert "operator" in text
+
+
+def test_a_profile_of_a_way_that_fails(monkeypatch, capsys):
+    def fails(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(case, "prepare", fails)
+    args = ["--suite", "zoo", "--profile", "--device", "cpu", "--quick", "--count", "3", "--seed", "5"]
+    assert main(["bench", *args, "--case", DRAWN[0].name, "--dtype", DRAWN[0].precisions[0], "--ways", "eager"]) == 1
+    assert "no such kernel" in capsys.readouterr().out

@@ -150,6 +150,9 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--ways", type=_comma_list, metavar="LIST",
                        help="zoo: only these of eager,channels_last,optimize,graph,compile,backend,optimize_compile,"
                        "reduce_overhead,backend_reduce_overhead,max_autotune, which are all")  # fmt: skip
+    bench.add_argument("--profile", action="store_true",
+                       help="zoo: no rows; for each of --case and --ways (eager,compile,backend,optimize) which "
+                       "operators and kernels one call's time goes to")  # fmt: skip
     bench.add_argument("--backward", action="store_true",
                        help="also measure the backward pass (pipelines, models: a training step); sweep "
                        "always does")  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from kgopt.rewrite import (
     policy,
     resampled_graphs,
     tapped_graphs,
+    unbiased_graphs,
     upsampled_graphs,
     whole_graphs,
 )
@@ -157,6 +158,10 @@ def rewrite_graph(
     graph = graph_module.graph
     report, glue = Report(), []
     is_changed = plain_graphs.simplify(graph)
+    # First: what plans, times or fuses convolutions and norms sees those that will run.
+    unbiased = unbiased_graphs.leave_out(graph_module, always)
+    if unbiased:
+        glue.append(f"biases that an instance norm takes out again left out: {', '.join(unbiased)}")
     swapped = mapped_graphs.swap(graph_module, may_write)
     if swapped:
         glue.append(f"convolutions ahead of nearest upsampling: {', '.join(swapped)}")
@@ -182,6 +187,7 @@ def rewrite_graph(
         row = SiteRow(found.norm.origin.name, found.chain.label, "")
         row.reason = _Writer(graph_module, found, switches_autocast, always, recompute).replace(contest)
         if not row.reason:
+            reader.taken.update(node.origin for node in found.nodes)
             row.became = found.chain.becomes
         report.sites.append(row)
     plain_graphs.restore(graph)
@@ -202,8 +208,10 @@ def rewrite_graph(
 def _write_all(dims_last: Sequence[int], graph_module: fx.GraphModule, maps: bool = True) -> None:
     """kgopt's ops wherever they can be; without ``maps`` products with tensors of x's size are the compiler's."""
     switches_autocast = uses_autocast(graph_module.graph)
-    for found in _Reader(graph_module, dims_last, maps).matches():
-        _Writer(graph_module, found, switches_autocast, always=True).replace()
+    reader = _Reader(graph_module, dims_last, maps)
+    for found in reader.matches():
+        if not _Writer(graph_module, found, switches_autocast, always=True).replace():
+            reader.taken.update(node.origin for node in found.nodes)
 
 
 class _Reader:
@@ -212,13 +220,14 @@ class _Reader:
     def __init__(self, graph_module: fx.GraphModule, dims_last: Sequence[int], maps: bool = True) -> None:
         self.nodes = list(graph_module.graph.nodes)
         self.known: dict[fx.Node, Node] = {}
+        self.taken: set[fx.Node] = set()  # by sites that were written: of a sum of two norms one alone is
         self.channel_norms = functional_norms.find(graph_module.graph)
         self.dims_last = dims_last  # as the contest's
         self.adds_scaled = not uses_autocast(graph_module.graph)
         self.takes_maps = maps and self.adds_scaled and not torch.is_grad_enabled()
 
-    def matches(self) -> list[Match]:
-        """Chains around every norm of the graph."""
+    def matches(self) -> Iterator[Match]:
+        """Chains around every norm of the graph, each without what is :attr:`taken` when it is asked for."""
         for node in self.nodes:
             self.known[node] = self._describe(node)
         for node in self.nodes:
@@ -231,11 +240,16 @@ class _Reader:
             for reader in {id(u): self.known[u] for u in readers}.values():
                 for _ in range(sum(i is made for i in reader.inputs) - 1):
                     made.read_by(reader)
-        return [self._match(made) for made in self.known.values() if made.kind == "norm"]
+        for made in list(self.known.values()):
+            if made.kind == "norm":
+                yield self._match(made)
 
     def _match(self, norm: Node) -> Match:
         adds_scaled = self.adds_scaled and isinstance(x := value(norm.origin), Tensor)
-        return match(norm, _adds, self._modulates, adds_scaled and not torch.is_autocast_enabled(x.device.type))
+        return match(norm, self._adds, self._modulates, adds_scaled and not torch.is_autocast_enabled(x.device.type))
+
+    def _adds(self, add: Node, other: Node) -> bool:
+        return add.origin not in self.taken and _adds(add, other)
 
     def faster(self, found: Match, contest: Contest) -> Match:
         """One with maps, or, where the compiler's product and sum behind kgopt's norm are faster, the norm's."""
@@ -258,6 +272,8 @@ class _Reader:
             value(n) for n in (_input_of(norm), norm.origin, node.origin, _unexpanded(other.origin))
         )
         if not all(isinstance(t, Tensor) for t in (x, normed, result, given)) or not given.is_floating_point():
+            return ""
+        if node.origin in self.taken:
             return ""
         if (result.shape, result.dtype, result.device) != (normed.shape, normed.dtype, normed.device):
             return ""

@@ -50,8 +50,8 @@ def restore(graph: fx.Graph) -> None:
 # Casts
 
 
-def _cast_of(node: Any) -> tuple[fx.Node, torch.dtype] | None:
-    """What a node casts, and to which dtype, if it does nothing else."""
+def cast_of(node: Any) -> tuple[fx.Node, torch.dtype] | None:
+    """What a node casts, and to which dtype, if it does nothing else; None: it is no cast."""
     if not isinstance(node, fx.Node) or node.op != "call_method" or node.target not in _CASTS or not _casts_as_is():
         return None
     x, made = node.args[0] if node.args else None, value(node)
@@ -69,7 +69,7 @@ def _leave_out_casts(graph: fx.Graph) -> bool:
     """Of tensors that have the dtype: PyTorch gives the tensor itself."""
     found = False
     for node in list(graph.nodes):
-        cast = _cast_of(node)
+        cast = cast_of(node)
         if cast is not None and value(cast[0]).dtype is cast[1]:
             node.replace_all_uses_with(cast[0])
             graph.erase_node(node)
@@ -91,7 +91,7 @@ def _join_casts_and_norms(graph: fx.Graph) -> bool:
         if node.target is not F.group_norm or not _norms_as_is() or not node.args or len(node.users) != 1:
             continue
         (down,) = node.users
-        up, back = _cast_of(node.args[0]), _cast_of(down)
+        up, back = cast_of(node.args[0]), cast_of(down)
         if up is None or back is None or back[0] is not node or up[1] is not torch.float32:
             continue
         x = value(up[0])

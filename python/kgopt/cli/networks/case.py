@@ -10,7 +10,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -219,6 +219,25 @@ class Measurement:
         finally:
             _empty(self.device)
         return row
+
+    @contextlib.contextmanager
+    def ready(self, task: Task, options: Mapping[str, Any] | None = None) -> Iterator[Callable[[], Any]]:
+        """What is timed in a row: a call, compiled and warm. ``options``: of kgopt's backend."""
+        if self._master is None:
+            self._master = self._stack.enter_context(self.entry.built(self.device, self.settings.small))
+        last = is_channels_last(task.implementation, task.eager_prefers_channels_last)
+        try:
+            with _quiet(), precision_flags(task.precision if task.precision in DTYPES else "tf32"):
+                call = self._call(task, last)
+                with call.context():
+                    run = prepare(task.implementation, call.model, call.arguments, {}, options)
+                for _ in range(3):
+                    call.run(run)
+                _synchronize(self.device)
+                yield lambda: call.run(run)
+        finally:
+            call = run = None  # type: ignore[assignment]
+            _empty(self.device)
 
     def _call(self, task: Task, channels_last: bool) -> _Call:
         assert self._master is not None

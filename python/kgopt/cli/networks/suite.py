@@ -17,6 +17,7 @@ import torch
 from kgopt.cli import results
 from kgopt.cli.environment import pick_device
 from kgopt.cli.networks.case import Entry, Settings, Task
+from kgopt.cli.networks.profile import profile_cases
 from kgopt.cli.networks.summary import print_summary
 from kgopt.cli.networks.turns import Turns
 from kgopt.cli.networks.ways import ways_of
@@ -181,6 +182,8 @@ def run_zoo(args: argparse.Namespace) -> int:
         raise ValueError("--resume continues the file of --json, which is missing")
     device = pick_device(args.device)
     cases = zoo_cases(args)
+    if args.profile:
+        return profile_cases(args, cases, Settings(str(device), args.quick, 0.2))
     ways_of(args.ways, False, device.type)  # a wrong name is told before the first row
     earlier = results.load_rows(args.json) if args.resume and os.path.exists(args.json) else []
     earlier = [row for row in earlier if not row.get("failed", "").startswith("skipped")]

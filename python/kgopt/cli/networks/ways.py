@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -100,15 +101,21 @@ def calls_optimize(name: str) -> bool:
     return name in ("kgopt", "kgopt_graph", "kgopt_compile")
 
 
-def prepare(name: str, model: nn.Module, arguments: Any, row: Row) -> nn.Module:
-    """The model as an implementation runs it; facts of ``optimize`` go to the row."""
+def prepare(
+    name: str, model: nn.Module, arguments: Any, row: Row, options: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """The model as an implementation runs it; facts of ``optimize`` go to the row. ``options``: of kgopt's backend,
+    where it has no mode.
+    """
     if calls_optimize(name):
         start = time.monotonic()
         kgopt.optimize(model, arguments, cuda_graph="auto" if name == "kgopt_graph" else False)
         row["optimize_s"] = round(time.monotonic() - start, 2)
         _note_report(row, kgopt.report(model))
     if name.startswith("kgopt_backend"):
-        return torch.compile(model, dynamic=False, backend="kgopt", mode=_MODES.get(name))  # type: ignore[return-value]
+        mode = _MODES.get(name)
+        more: dict[str, Any] = {"mode": mode} if mode or not options else {"options": dict(options)}
+        return torch.compile(model, dynamic=False, backend="kgopt", **more)  # type: ignore[return-value]
     if name.startswith("compile") or name == "kgopt_compile":
         return torch.compile(model, dynamic=False, mode=_MODES.get(name))  # type: ignore[return-value]
     return model
