@@ -21,6 +21,7 @@ from kgopt._layout import is_dense_channels_last
 from kgopt._scale_shift import fits
 from kgopt.rewrite import (
     convolutions,
+    doubled_graphs,
     emit,
     functional_norms,
     mapped_graphs,
@@ -186,6 +187,11 @@ def rewrite_graph(
         report.sites.append(row)
     plain_graphs.restore(graph)
     moved = formats.write(graph_module)
+    # Behind the norms, which take sums of their own; ahead of the gathered gradient, with which it is compared.
+    gathered = None if always else Contest(functools.partial(resampled_graphs.swap, always=True), dims_last)
+    doubled = doubled_graphs.swap(graph_module, gathered)
+    if doubled:
+        glue.append(f"linear upsampling by kgopt: {', '.join(doubled)}")
     gathering = resampled_graphs.swap(graph_module, always)
     if gathering:
         glue.append(f"gradients of resampling without atomics: {', '.join(gathering)}")
