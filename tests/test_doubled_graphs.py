@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from fake_graphs import captured, needs_cuda_build
 from kgopt.rewrite import backend, clocks, contest, doubled_graphs, policy, verdicts
 from kgopt.rewrite.resampled_graphs import resampled
+from kgopt.torch_private import compile_graph
 from tolerances import assert_as_good_as_torch
 
 OP = torch.ops.kgopt.upsample_linear.default
@@ -263,9 +264,9 @@ def clock(monkeypatch, tmp_path):
         clock.times = times
         return timed
 
-    def compile_graph(graph, inputs, mode, options):
+    def noted(graph, inputs, mode, options):
         timed.append([node.target for node in graph.graph.nodes])
-        return graph
+        return clock.compile(graph, inputs, mode, options)
 
     monkeypatch.setattr(clocks, "busy_both", busy_both)
     monkeypatch.setattr(policy, "default", lambda device: True)
@@ -273,7 +274,9 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setattr(verdicts, "inductor_cache_dir", lambda: str(tmp_path))
     monkeypatch.setattr(verdicts, "compiled", verdicts.Store())
     monkeypatch.setattr(verdicts, "store", verdicts.Store())
-    monkeypatch.setattr(contest, "compile_graph", compile_graph)
+    monkeypatch.setattr(contest, "compile_graph", noted)
+    # Regions as they stand: Inductor itself takes seconds for each, and has a test of its own.
+    clock.compile = lambda graph, *more: graph
     return clock
 
 
@@ -324,6 +327,27 @@ def test_equal_times_are_no_reason(clock):
     clock((1.0, 1.0))
     _, calls = rewritten(Decoder(2), torch.randn(1, 2, 4, 6), False)
     assert OP not in calls
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_inside_the_compilers_callback(autocast, grad, clock, monkeypatch):
+    """Inductor compiles both regions, forward and backward, while it is asked for the whole graph."""
+    clock((2.0, 1.0))
+    clock.compile = compile_graph
+    ran = []
+    busy_both = clocks.busy_both
+    monkeypatch.setattr(clocks, "busy_both", lambda *given: ran.append(given) or busy_both(*given))
+    model, x = Decoder(2), torch.randn(1, 2, 4, 6)
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = torch.compile(model, backend="kgopt", dynamic=False)(x)
+        expected = model(x)
+    assert ran
+    assert "linear upsampling by kgopt" in backend.last_report.glue
+    assert y.dtype is expected.dtype
+    tolerance = 5e-2 if autocast else 1e-4
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
 
 
 def compared(model, x, device, autocast=None, **options):
