@@ -188,11 +188,13 @@ def rewrite_graph(
     plain_graphs.restore(graph)
     moved = formats.write(graph_module)
     # Behind the norms, which take sums of their own; ahead of the gathered gradient, with which it is compared.
-    gathered = None if always else Contest(functools.partial(resampled_graphs.swap, always=True), dims_last)
-    doubled = doubled_graphs.swap(graph_module, gathered)
+    gather = functools.partial(resampled_graphs.swap, dims_last=dims_last)
+    doubled = doubled_graphs.swap(
+        graph_module, None if always else Contest(functools.partial(gather, always=True), dims_last)
+    )
     if doubled:
         glue.append(f"linear upsampling by kgopt: {', '.join(doubled)}")
-    gathering = resampled_graphs.swap(graph_module, always)
+    gathering = gather(graph_module, always)
     if gathering:
         glue.append(f"gradients of resampling without atomics: {', '.join(gathering)}")
     report.glue = "; ".join([*glue, *([moved] if moved else [])])
