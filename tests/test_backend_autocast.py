@@ -139,7 +139,8 @@ def test_dtypes_are_pytorch_s(function, halves, autocast_without_a_gpu):
     class Run(fx.Interpreter):
         def call_function(self, target, args, kwargs):
             y = super().call_function(target, args, kwargs)
-            if "kgopt" in str(target) or "without_autocast" in str(target):
+            of_site = "kgopt" in str(target) and "upsample_linear" not in str(target)
+            if of_site or "without_autocast" in str(target):
                 seen.append(y.dtype)
             return y
 

@@ -21,6 +21,7 @@ from kgopt._layout import is_dense_channels_last
 from kgopt._scale_shift import fits
 from kgopt.rewrite import (
     convolutions,
+    doubled_graphs,
     emit,
     functional_norms,
     mapped_graphs,
@@ -192,7 +193,14 @@ def rewrite_graph(
         report.sites.append(row)
     plain_graphs.restore(graph)
     moved = formats.write(graph_module)
-    gathering = resampled_graphs.swap(graph_module, always)
+    # Behind the norms, which take sums of their own; ahead of the gathered gradient, with which it is compared.
+    gather = functools.partial(resampled_graphs.swap, dims_last=dims_last)
+    doubled = doubled_graphs.swap(
+        graph_module, None if always else Contest(functools.partial(gather, always=True), dims_last)
+    )
+    if doubled:
+        glue.append(f"linear upsampling by kgopt: {', '.join(doubled)}")
+    gathering = gather(graph_module, always)
     if gathering:
         glue.append(f"gradients of resampling without atomics: {', '.join(gathering)}")
     report.glue = "; ".join([*glue, *([moved] if moved else [])])

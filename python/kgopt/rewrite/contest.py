@@ -121,16 +121,27 @@ class Contest:
 
     def lost(self, core: Sequence[fx.Node], last: fx.Node, like: Tensor, other: Rewrite | None = None) -> str:
         """Why the site stays the compiler's; "": kgopt's op runs. ``other``: puts in ops to compare with usual ones."""
-        if not may_measure(like.device):
-            return ""
-        region = Region(core, last, like)
-        if not (region.around or other) or not self._is_known(region):
-            return ""
-        found = self._times(region, like.device, other)
+        found = self._measured(core, last, like, other)
         if found is None or found[1] <= SLACK * found[0]:
             return ""
         before, after = (1e6 * seconds for seconds in found)
         return f"the compiler's kernels are faster with what is around it: {before:.0f} us, kgopt {after:.0f} us"
+
+    def gains(self, core: Sequence[fx.Node], last: fx.Node, like: Tensor, other: Rewrite) -> bool:
+        """Whether ``other``'s ops are faster at the site than the usual ones. False: or nothing is known."""
+        found = self._measured(core, last, like, other)
+        return found is not None and found[1] < found[0]
+
+    def _measured(
+        self, core: Sequence[fx.Node], last: fx.Node, like: Tensor, other: Rewrite | None
+    ) -> tuple[float, float] | None:
+        """Seconds of the compiler's kernels, or the usual ops, and of kgopt's, or ``other``'s. None: not known."""
+        if not may_measure(like.device):
+            return None
+        region = Region(core, last, like)
+        if not (region.around or other) or not self._is_known(region):
+            return None
+        return self._times(region, like.device, other)
 
     @staticmethod
     def _is_known(region: Region) -> bool:

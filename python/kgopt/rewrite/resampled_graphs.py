@@ -10,13 +10,15 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from kgopt._layout import is_channels_last
 from kgopt.rewrite import originals, policy
 from kgopt.rewrite.captured import is_known, value
 from kgopt.rewrite.glue.calls import INTERPOLATE, LINEAR, resize_arguments
@@ -24,6 +26,7 @@ from kgopt.rewrite.glue.calls import INTERPOLATE, LINEAR, resize_arguments
 _NEAREST = ("nearest", "nearest-exact")
 ROUNDING = 1e-6  # of weights
 MOST_TERMS = 16  # of one position in one dim; beyond that atomics are few a value
+MOST_FUSED = 32  # of one position in several dims: two dims that are doubled have 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +38,17 @@ class Along:
     size: int
     results: int
     scale: float  # of a result's position, to that of its source
-    step: tuple[int, int]  # about how many results a position has, as a fraction
-    first: int = 0  # results of position s begin at s * step + first at the earliest
+    step: tuple[int, int] = (0, 1)  # about how many results a position has, as a fraction
+    shift: int = 0  # added to s * step[0] ahead of the division
+    first: int = 0  # results of position s begin at (s * step[0] + shift) // step[1] + first at the earliest
     terms: int = 0  # and are so many at most
+
+    def begin(self, position: Any) -> Any:
+        """The result from which those of a position are counted; it is never below 0."""
+        results, positions = self.step
+        if results % positions == 0:
+            return position * (results // positions)
+        return (position * results + self.shift) // positions
 
     @property
     def repeats(self) -> int:
@@ -45,10 +56,21 @@ class Along:
         whole = self.mode in _NEAREST and self.results % self.size == 0 and self.first == 0
         return self.results // self.size if whole and self.terms == self.results // self.size else 0
 
+    @property
+    def is_regular(self) -> bool:
+        """Whether weights are the same for each position, but for the first and the last: linear, by a whole factor."""
+        if self.mode in _NEAREST or self.align_corners or self.results % self.size:
+            return False
+        return abs(self.scale * (self.results // self.size) - 1) < ROUNDING
 
-def swap(graph_module: fx.GraphModule, always: bool) -> list[str]:
-    """Has resampling gather its gradient, in a graph of Dynamo's that has one. Names of the nodes. ``always``: on the
-    CPU, too.
+
+def swap(graph_module: fx.GraphModule, always: bool, dims_last: Collection[int] = ()) -> list[str]:
+    """Has resampling gather its gradient, in a graph of Dynamo's that has one. Names of the nodes.
+
+    Args:
+        graph_module: with fake tensors as ``example_value``.
+        always: on the CPU, too.
+        dims_last: numbers of dims of the tensors that will lie in channels_last.
     """
     done: list[str] = []
     if not torch.is_grad_enabled():
@@ -57,7 +79,8 @@ def swap(graph_module: fx.GraphModule, always: bool) -> list[str]:
         if node.op == "call_function" and node.target is INTERPOLATE and originals.runs_as_is(node.target):
             found = _arguments(*node.args, **node.kwargs)
             if found is not None and (always or policy.default(value(found[0]).device.type)):
-                node.target, node.args, node.kwargs = resampled, found, {}
+                last = value(found[0]).dim() in dims_last
+                node.target, node.args, node.kwargs = resampled, (*found, last), {}
                 done.append(node.name)
     return done
 
@@ -98,20 +121,31 @@ def _arguments(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
 @functools.lru_cache(maxsize=256)
 def along(mode: str, align_corners: bool, size: int, results: int, factor: float | None) -> Along:
     """A dim of ``size`` positions that has so many results; ``factor``: the scale factor that was given."""
-    step = (results, size)
+    ratio = results, size
     if mode not in _NEAREST and align_corners:
         scale = (size - 1.0) / (results - 1.0) if results > 1 else 0.0
-        step = (results - 1, size - 1) if min(size, results) > 1 else step
+        ratio = (results - 1, size - 1) if min(size, results) > 1 else ratio
     else:
         scale = 1.0 / factor if factor is not None else size / results
-    plan = Along(mode, align_corners, size, results, scale, step)
     ends: dict[int, tuple[int, int]] = {}
     for r in range(results):
-        for s in _sources(plan, r):
+        for s in _sources(Along(mode, align_corners, size, results, scale), r):
             ends[s] = min(r, ends.get(s, (r, r))[0]), max(r, ends.get(s, (r, r))[1])
-    begins = {s: s * step[0] // step[1] for s in ends}
-    first = min(ends[s][0] - begins[s] for s in ends)
-    terms = max(ends[s][1] - begins[s] for s in ends) - first + 1
+    # Where results and positions do not divide, the fewest terms depend on where one begins to count.
+    plans = [
+        _counted(Along(mode, align_corners, size, results, scale, (2 * a, 2 * b), shift), ends)
+        for a, b in dict.fromkeys([(results, size), ratio])
+        for shift in (0, (-a - b) % (2 * b), -2 * a % (2 * b))
+    ]
+    plan = min(plans, key=lambda plan: (plan.terms, plan.step[0] % plan.step[1]))
+    common = math.gcd(*plan.step, plan.shift)
+    return dataclasses.replace(plan, step=(plan.step[0] // common, plan.step[1] // common), shift=plan.shift // common)
+
+
+def _counted(plan: Along, ends: dict[int, tuple[int, int]]) -> Along:
+    """The plan, with all results of each position; ``ends``: the first and the last of them."""
+    first = min(low - plan.begin(s) for s, (low, _) in ends.items())
+    terms = max(high - plan.begin(s) for s, (_, high) in ends.items()) - first + 1
     return dataclasses.replace(plan, first=first, terms=terms)
 
 
@@ -137,20 +171,22 @@ class _Resampled(torch.autograd.Function):
     """``F.interpolate`` with a gradient of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: Any, factors: Any, mode: str, align_corners: bool | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, size: Any, factors: Any, mode: str, align_corners: bool | None, last: bool
+    ) -> Tensor:
         y: Tensor = F.interpolate(x, size, factors, mode, align_corners)
         spatial, results = x.shape[2:], y.shape[2:]
         given = factors if factors is not None else [None] * len(spatial)
         triples = zip(spatial, results, given, strict=True)
-        ctx.plans = [along(mode, bool(align_corners), *triple) for triple in triples]
+        ctx.plans, ctx.last = [along(mode, bool(align_corners), *triple) for triple in triples], last
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return gathered(dy, ctx.plans), None, None, None, None
+        return gathered(dy, ctx.plans, ctx.last), None, None, None, None, None
 
 
-def resampled(x: Tensor, size: Any, factors: Any, mode: str, align_corners: bool | None) -> Tensor:
+def resampled(x: Tensor, size: Any, factors: Any, mode: str, align_corners: bool | None, last: bool = False) -> Tensor:
     """``F.interpolate(x, size, factors, mode, align_corners)`` whose gradient adds without atomics.
 
     Args:
@@ -158,41 +194,91 @@ def resampled(x: Tensor, size: Any, factors: Any, mode: str, align_corners: bool
         size, factors: a list of sizes and None, or None and a list of scale factors.
         mode: "nearest", "nearest-exact", "linear", "bilinear" or "trilinear".
         align_corners: as ``F.interpolate`` has it.
+        last: it will lie in channels_last.
     """
-    return _Resampled.apply(x, size, factors, mode, align_corners)  # type: ignore[no-any-return, no-untyped-call]
+    return _Resampled.apply(x, size, factors, mode, align_corners, last)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def gathered(dy: Tensor, plans: Sequence[Along]) -> Tensor:
-    """The gradient of what was resampled, [N, C, *S], in dy's dtype."""
+def gathered(dy: Tensor, plans: Sequence[Along], last: bool = False) -> Tensor:
+    """The gradient of what was resampled, [N, C, *S], in dy's dtype. ``last``: dy will lie in channels_last.
+
+    The last dim comes first: its values lie side by side in most tensors. Several dims make one sum while that has at
+    most :data:`MOST_FUSED` terms: a pass of their own would write its float32 sums to memory, and read them.
+    """
     dx = dy.float() if dy.dtype in (torch.bfloat16, torch.float16) else dy
-    # The last dim first: its values lie side by side in most tensors.
-    for dim, plan in reversed(list(enumerate(plans, 2))):
+    # When Inductor chooses the format of such a sum, a dim that is read by index counts as one of stride 0, and among
+    # dims of equal rank the last one lies innermost. With the channels ahead of it the format would be neither dy's nor
+    # contiguous, and each pass would transpose.
+    last = last or is_channels_last(dy)
+    dx = dx.movedim(1, -1) if last else dx
+    left = list(enumerate(plans, 1 if last else 2))
+    while left:
+        dim, plan = left.pop()
         if plan.repeats:
             dx = dx.unflatten(dim, (plan.size, plan.repeats)).sum(dim + 1)
-        else:
-            dx = _gathered(dx, dim, plan)
-    return dx.to(dy.dtype)
+            continue
+        group, terms = [(dim, plan)], plan.terms
+        while left and not left[-1][1].repeats and terms * left[-1][1].terms <= MOST_FUSED:
+            terms *= left[-1][1].terms
+            group.insert(0, left.pop())
+        dx = _gathered(dx, group)
+    return (dx.movedim(-1, 1) if last else dx).to(dy.dtype)
 
 
-def _gathered(dy: Tensor, dim: int, plan: Along) -> Tensor:
-    position = torch.arange(plan.size, device=dy.device)
-    begin = position * plan.step[0] // plan.step[1] + plan.first
+def _gathered(dy: Tensor, group: Sequence[tuple[int, Along]]) -> Tensor:
+    """The sums over some dims, for each term of the first one those of the others."""
+    (dim, plan), *others = group
     shape = [-1 if d == dim else 1 for d in range(dy.dim())]
+    # In 32 bits where the products fit.
+    dtype = torch.int32 if plan.size * plan.step[0] + plan.shift < 2**31 else torch.int64
+    position = torch.arange(plan.size, device=dy.device, dtype=dtype)
+    begin = plan.begin(position)
     total: Any = 0
-    for k in range(plan.terms):
-        result = begin + k
-        read = dy.index_select(dim, result.clamp(0, plan.results - 1))
-        total = total + read * _weight(plan, position, result, dy.dtype).view(shape)
+    for k in range(plan.first, plan.first + plan.terms):
+        result, inside = begin + k, None
+        # Compared with the ends where it can be beyond them: most of the instructions would be for this.
+        if k < 0:
+            result, inside = result.clamp(min=0), result >= 0
+        if plan.begin(plan.size - 1) + k >= plan.results:
+            is_below = begin + k < plan.results
+            result, inside = result.clamp(max=plan.results - 1), is_below if inside is None else inside & is_below
+        read = dy.index_select(dim, result)
+        weight = _constant_weight(plan, position, k, dy.dtype) if plan.is_regular else None
+        if weight is None:
+            weight = _weight(plan, position, begin + k, dy.dtype)
+            weight = weight if inside is None else torch.where(inside, weight, 0)
+        if isinstance(weight, Tensor):
+            weight = weight.view(shape)
+        total = total + (_gathered(read, others) if others else read) * weight
     return total  # type: ignore[no-any-return]
 
 
+def _constant_weight(plan: Along, position: Tensor, k: int, dtype: torch.dtype) -> Tensor | float:
+    """How much of a position is in the k-th result from its first one on, the same in all but the ends."""
+    at_ends = {s: _weight_at(plan, s, s * (plan.results // plan.size) + k) for s in {0, plan.size - 1}}
+    between = max(0.0, 1 - abs((k + 0.5) * plan.scale - 0.5))
+    weight: Tensor | float = between
+    for s, at_end in at_ends.items():
+        if at_end != between:
+            weight = weight if isinstance(weight, Tensor) else torch.full_like(position, between, dtype=dtype)
+            weight = torch.where(position == s, at_end, weight)
+    return weight
+
+
+def _weight_at(plan: Along, position: int, result: int) -> float:
+    if not 0 <= result < plan.results:
+        return 0.0
+    source = min(max((result + 0.5) * plan.scale - 0.5, 0.0), plan.size - 1.0)
+    return max(0.0, 1 - abs(source - position))
+
+
 def _weight(plan: Along, position: Tensor, result: Tensor, dtype: torch.dtype) -> Tensor:
-    """How much of a position is in a result; of none that there is not."""
+    """How much of a position is in a result that there is."""
     if plan.mode in _NEAREST:
         source = ((result.float() + _offset(plan)) * plan.scale).long().clamp(max=plan.size - 1)
-        weight = (source == position).to(dtype)
-    else:
-        source = result.to(dtype) * plan.scale if plan.align_corners else (result.to(dtype) + 0.5) * plan.scale - 0.5
+        return (source == position).to(dtype)
+    source = result.to(dtype) * plan.scale
+    if not plan.align_corners:
         # Beyond the ends there is nothing between which it could lie.
-        weight = (1 - (source.clamp(0, plan.size - 1) - position).abs()).clamp(min=0)
-    return torch.where((result >= 0) & (result < plan.results), weight, 0)
+        source = ((result.to(dtype) + 0.5) * plan.scale - 0.5).clamp(0, plan.size - 1)
+    return (1 - (source - position).abs()).clamp(min=0)

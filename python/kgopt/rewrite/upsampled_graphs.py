@@ -52,6 +52,12 @@ def given_of(node: fx.Node) -> dict[str, Any]:
 
 def nearest_of(up: Any) -> tuple[fx.Node, tuple[int, ...]] | None:
     """What a node repeats, and how often in each dim, if it is nearest upsampling by whole factors."""
+    found = upsampled_by(up)
+    return (found[0], found[2]) if found is not None and found[1] == "nearest" else None
+
+
+def upsampled_by(up: Any) -> tuple[fx.Node, str, tuple[int, ...]] | None:
+    """What a node upsamples, "nearest" or "linear", and the factors; None where no op of kgopt computes it."""
     if not isinstance(up, fx.Node) or up.target is not INTERPOLATE or up.op != "call_function":
         return None
     x = up.kwargs.get("input", up.args[0] if up.args else None)
@@ -62,7 +68,7 @@ def nearest_of(up: Any) -> tuple[fx.Node, tuple[int, ...]] | None:
         found = interpolate_of(is_known, *args, **kwargs)  # type: ignore[misc, arg-type]
     except (TypeError, ValueError):  # arguments that PyTorch itself refuses
         return None
-    return (x, found[1]) if found is not None and found[0] == "nearest" else None
+    return None if found is None else (x, *found[:2])
 
 
 @dataclass
