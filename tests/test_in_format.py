@@ -1,4 +1,4 @@
-"""A tensor in the other memory format, in another dtype, too, as an op and where an optimized model converts what it is given."""
+"""A tensor in the other memory format and in another dtype, as an op and where optimized models convert inputs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def test_gradient_of_another_dtype(to, device):
     x = torch.randn(3, 32, 4, 5, device=device, requires_grad=True)
     dy = torch.randn(3, 32, 4, 5, device=device).to(to)
     (dx,) = torch.autograd.grad(OPS.in_format(x, True, to), x, dy.contiguous(memory_format=torch.channels_last))
-    assert dx.dtype is torch.float32 and dx.is_contiguous()
+    assert dx.dtype is torch.float32
+    assert dx.is_contiguous()
     assert torch.equal(dx, dy.float())
 
 

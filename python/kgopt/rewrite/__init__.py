@@ -25,7 +25,7 @@ find     source sequential backend                  front ends: Python source, n
          writes replayed_steps resampled_graphs
          whole_graphs replayed autocast_graphs
          decomposed plain_graphs tapped_graphs
-         inductor lowering                          what Inductor makes of the ops
+         inductor lowering weights                  what Inductor makes of the ops
 model    convolved timed between whole race api     what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================
 """
