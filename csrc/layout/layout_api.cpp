@@ -16,16 +16,6 @@ bool fills_tiles(const Tensor& t, MemoryFormat format) {
   return t.size(1) >= (format == MemoryFormat::Contiguous ? 16 : 24);
 }
 
-std::optional<Tensor> transposed(const Tensor& t, MemoryFormat format, ScalarType dtype) {
-  if ((t.dim() != 4 && t.dim() != 5) || t.numel() == 0 || !fills_tiles(t, format)) return {};
-  if (!has_kernel(t.scalar_type(), dtype)) return {};
-  const bool to_contiguous = format == MemoryFormat::Contiguous;
-  if (!is_dense(t, to_contiguous ? channels_last_format(t.dim()) : MemoryFormat::Contiguous)) return {};
-  Tensor y = empty_like_shape(t, sizes_of(t), dtype, format);
-  transpose_into("dense_in", t, y);
-  return y;
-}
-
 Tensor in_format(Tensor x, bool channels_last, std::optional<ScalarType> dtype) {
   const char* const op = "in_format";
   const MemoryFormat format = check_in_format(op, x, channels_last);
@@ -33,14 +23,20 @@ Tensor in_format(Tensor x, bool channels_last, std::optional<ScalarType> dtype) 
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   check_gpu(op, x);
   if (is_dense(x, format)) return copied_in(x, format, type);
-  std::optional<Tensor> y = transposed(x, format, type);
+  std::optional<Tensor> y = transposed_copy(x, format, type);
   return y ? *std::move(y) : copied_in(x, format, type);
 }
 
 }  // namespace
 
-std::optional<Tensor> transposed_copy(const Tensor& t, MemoryFormat format) {
-  return transposed(t, format, t.scalar_type());
+std::optional<Tensor> transposed_copy(const Tensor& t, MemoryFormat format, ScalarType dtype) {
+  if ((t.dim() != 4 && t.dim() != 5) || t.numel() == 0 || !fills_tiles(t, format)) return {};
+  if (!has_kernel(t.scalar_type(), dtype)) return {};
+  const bool to_contiguous = format == MemoryFormat::Contiguous;
+  if (!is_dense(t, to_contiguous ? channels_last_format(t.dim()) : MemoryFormat::Contiguous)) return {};
+  Tensor y = empty_like_shape(t, sizes_of(t), dtype, format);
+  transpose_into("dense_in", t, y);
+  return y;
 }
 
 }  // namespace kgopt
