@@ -157,7 +157,7 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def("upsample_nearest_backward(Tensor dy, int[] factors) -> Tensor");
   m.def("pad_replicate(Tensor x, int[] pad) -> Tensor");
   // A new tensor of x's values in channels_last, or contiguous.
-  m.def("in_format(Tensor x, bool channels_last) -> Tensor");
+  m.def("in_format(Tensor x, bool channels_last, ScalarType? dtype=None) -> Tensor");
   m.def("max_pool(Tensor x, int[] kernel_size, int[] stride, int[] padding) -> Tensor");
   // The weight of the transposed convolution that is upsample_nearest and a convolution with this one behind it.
   m.def("upsample_conv_weight(Tensor weight, int[] factors, int groups=1, bool channels_last=False) -> Tensor");

@@ -370,6 +370,8 @@ def between_cases() -> None:
             run(f"upsample_linear_backward {label}", larger, backward=False, call=ops.upsample_linear_backward)
             run(f"upsample_nearest {label}", x, call=lambda x, f=[2] * rank: ops.upsample_nearest(x, f))
             run(f"in_format {label}", x, call=lambda x, f=not last: ops.in_format(x, f))
+            other = torch.float16 if dtype is torch.float32 else torch.float32
+            run(f"in_format {label} {other}", x, call=lambda x, f=not last, t=other: ops.in_format(x, f, t))
             pads = [1, 1] * (rank - 1) + [2, 0]
             run(f"pad_replicate {label}", x, backward=False, call=lambda x, p=pads: ops.pad_replicate(x, p))
             for window in (([2] * rank, [2] * rank, [0] * rank), ([3] * rank, [2] * rank, [1] * rank)):

@@ -621,6 +621,39 @@ def test_conv_rounds_fp32_weights_on_wgmma(dtype, c_out, poisoned):
     check(captured)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_conv_gives_aten_weights_as_it_reads_them(dtype, rank, transposed):
+    """Beside a channels_last x ATen copied a contiguous weight by single elements, forward and backward, and a weight
+    of another dtype was copied a second time."""
+    torch.manual_seed(0)
+    form = {2: torch.channels_last, 3: torch.channels_last_3d}[rank]
+    x, dy = (
+        torch.randn(2, 48, *[7] * rank, device="cuda", dtype=dtype).contiguous(memory_format=form) for _ in range(2)
+    )
+    weight = torch.randn(48, 48, *[3] * rank, device="cuda")
+    ones, zeros = [1] * rank, [0] * rank
+    conv = getattr(torch.ops.kgopt, f"conv_transpose{rank}d" if transposed else f"conv{rank}d")
+    geometry = ones, ones, ones, transposed, zeros, 1
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        y = conv(x, weight, None, padding=ones, backend="aten")
+        backward = torch.ops.kgopt.conv_backward
+        dx, dweight, _ = backward(
+            dy, x, weight, ones, ones, ones, zeros, 1, transposed, [True, True, False], backend="aten"
+        )
+    narrow = weight.to(dtype)
+    expected = torch.ops.aten.convolution(x, narrow, None, *geometry)
+    theirs = torch.ops.aten.convolution_backward(dy, x, narrow, None, *geometry, [True, True, False])
+    for ours, its in zip((y, dx, dweight), (expected, *theirs[:2]), strict=True):
+        torch.testing.assert_close(ours, its.to(ours.dtype), rtol=1e-2, atol=1e-2 * its.abs().max().item())
+    assert dweight.dtype is torch.float32
+    assert dweight.is_contiguous()
+    copied = {tuple(e.input_shapes[0]) for e in profile.events() if e.name == "aten::copy_" and e.input_shapes}
+    assert tuple(weight.shape) not in copied
+
+
 def test_conv_refuses_other_weight_dtypes(device):
     x = torch.randn(1, 2, 4, 4, device=device)
     weight = torch.randn(3, 2, 3, 3, device=device)

@@ -1,4 +1,4 @@
-"""A tensor in the other memory format, as an op and where an optimized model converts what it is given."""
+"""A tensor in the other memory format and in another dtype, as an op and where optimized models convert inputs."""
 
 from __future__ import annotations
 
@@ -46,6 +46,34 @@ def test_values_and_strides(shape, dtype, how, device):
         assert y.data_ptr() != x.data_ptr() or not y.numel()
 
 
+@pytest.mark.parametrize("how", ["contiguous", "channels_last", "slice", "transposed", "expanded", "offset"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [*SHAPES, (65, 40, 3, 3, 3), (3, 64, 2, 2, 2), (2, 131, 7, 9), (2, 70, 63, 1)])
+def test_another_dtype(shape, dtype, how, device):
+    """Each value is rounded once, as `to` rounds it; infinities and NaN stay, what half precision has no number for."""
+    values = torch.randn(shape) * 10 ** torch.empty(shape).uniform_(-9, 6)
+    values.view(-1)[:3] = torch.tensor([float("inf"), float("nan"), -0.0])[: values.numel()]
+    x = lying(values.to(device, dtype), how)
+    for to in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        for last, form in ((True, FORMATS[x.dim()]), (False, torch.contiguous_format)):
+            y = OPS.in_format(x, last, to)
+            torch.testing.assert_close(y, x.to(to), rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(y.signbit(), x.to(to).signbit()) or y.isnan().any()
+            assert y.stride() == torch.empty(shape, memory_format=form).stride()
+            assert y.data_ptr() != x.data_ptr() or not y.numel()
+
+
+@pytest.mark.parametrize("to", [torch.float32, torch.float16, torch.bfloat16])
+def test_gradient_of_another_dtype(to, device):
+    """It comes back in the dtype of x, and lies as x does."""
+    x = torch.randn(3, 32, 4, 5, device=device, requires_grad=True)
+    dy = torch.randn(3, 32, 4, 5, device=device).to(to)
+    (dx,) = torch.autograd.grad(OPS.in_format(x, True, to), x, dy.contiguous(memory_format=torch.channels_last))
+    assert dx.dtype is torch.float32
+    assert dx.is_contiguous()
+    assert torch.equal(dx, dy.float())
+
+
 def test_gradient(device):
     x = torch.randn(2, 5, 6, 7, device=device, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: OPS.in_format(x, True), x)
@@ -61,6 +89,11 @@ def test_gradient(device):
 def test_what_it_refuses(x, message, device):
     with pytest.raises(RuntimeError, match=message):
         OPS.in_format(x.to(device), True)
+
+
+def test_dtypes_that_it_refuses(device):
+    with pytest.raises(RuntimeError, match="dtype is int32, expected float32"):
+        OPS.in_format(torch.zeros(1, 2, 3, 4, device=device), True, torch.int32)
 
 
 class Net(nn.Module):

@@ -5,17 +5,18 @@
 
 #include <cstdint>
 
+#include "common/dtype.h"
 #include "common/status.h"
 
 namespace kgopt {
 
 // x is dense [n][rows][columns], y becomes [n][columns][rows]: rows are channels and columns positions on the way to
-// channels_last, and the reverse on the way back.
+// channels_last, and the reverse on the way back. Dtypes that differ are float32 and one of the half types.
 struct TransposeParams {
   const void* x = nullptr;
   void* y = nullptr;
   int64_t n = 0, rows = 0, columns = 0;
-  int element_bytes = 4;  // 2, 4 or 8
+  Dtype from = Dtype::kFloat32, to = Dtype::kFloat32;
 };
 Status run_transpose(const TransposeParams& p, cudaStream_t stream);
 

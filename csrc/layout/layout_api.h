@@ -14,7 +14,7 @@ inline int64_t positions_of(const Tensor& t) {
   return count;
 }
 
-// From one dense format to the other, whichever `to` is not in.
+// From one dense format to the other, whichever `from` is not in, and from dtype to dtype.
 inline void transpose_into(const char* op, const Tensor& from, const Tensor& to) {
   const bool to_innermost = is_dense(from, MemoryFormat::Contiguous);
   TransposeParams p;
@@ -23,7 +23,8 @@ inline void transpose_into(const char* op, const Tensor& from, const Tensor& to)
   p.n = from.size(0);
   p.rows = to_innermost ? from.size(1) : positions_of(from);
   p.columns = to_innermost ? positions_of(from) : from.size(1);
-  p.element_bytes = static_cast<int>(dtype_size(check_dtype(op, "x", from)));
+  p.from = check_dtype(op, "x", from);
+  p.to = check_dtype(op, "the result", to);
   raise_on_error(op, run_transpose(p, stream_of(from)));
 }
 

@@ -4,7 +4,11 @@
 namespace kgopt {
 namespace {
 
-Tensor in_format(Tensor x, bool channels_last) { return copied_in(x, check_in_format("in_format", x, channels_last)); }
+Tensor in_format(Tensor x, bool channels_last, std::optional<ScalarType> dtype) {
+  const char* const op = "in_format";
+  const MemoryFormat format = check_in_format(op, x, channels_last);
+  return copied_in(x, format, check_result_dtype(op, x, dtype));
+}
 
 }  // namespace
 }  // namespace kgopt

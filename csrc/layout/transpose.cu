@@ -1,7 +1,9 @@
 // Copies that change a tensor's memory format, through tiles in shared memory, and copies that split fp32 in two.
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/host/launch.h"
 #include "layout/layout.h"
@@ -30,20 +32,36 @@ __device__ __forceinline__ TileOf tile_of(int64_t block, int64_t rows, int64_t c
   return {rest / column_tiles, (block - rest * row_tiles) * kTile, rest % column_tiles * kTile};
 }
 
+// As torch's Tensor.to rounds.
+template <typename To, typename From>
+__device__ __forceinline__ To converted(From v) {
+  if constexpr (std::is_same_v<To, From>) {
+    return v;
+  } else if constexpr (std::is_same_v<To, __half>) {
+    return __float2half_rn(v);
+  } else if constexpr (std::is_same_v<To, __nv_bfloat16>) {
+    return __float2bfloat16_rn(v);
+  } else if constexpr (std::is_same_v<From, __half>) {
+    return __half2float(v);
+  } else {
+    return __bfloat162float(v);
+  }
+}
+
 // x's tile into shared memory. kVectors: rows of x are whole vectors of four.
-template <bool kVectors, typename T>
-__device__ __forceinline__ void load_tile(T (&tile)[kTile][kTile + 1], const T* x, const TileOf& at, int64_t rows,
+template <bool kVectors, typename T, typename In>
+__device__ __forceinline__ void load_tile(T (&tile)[kTile][kTile + 1], const In* x, const TileOf& at, int64_t rows,
                                           int64_t columns) {
   const int four = threadIdx.x % kFours;
-  Four<T> v[kSteps];
+  Four<In> v[kSteps];
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
     const int64_t row = at.row + i * (kThreads / kFours) + threadIdx.x / kFours, column = at.column + four * 4;
-    const T* const from = x + (at.n * rows + row) * columns + column;
+    const In* const from = x + (at.n * rows + row) * columns + column;
     v[i] = {};
     if (row >= rows) continue;
     if constexpr (kVectors) {
-      if (column < columns) v[i] = *reinterpret_cast<const Four<T>*>(from);
+      if (column < columns) v[i] = *reinterpret_cast<const Four<In>*>(from);
     } else {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -54,9 +72,49 @@ __device__ __forceinline__ void load_tile(T (&tile)[kTile][kTile + 1], const T* 
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) tile[i * (kThreads / kFours) + threadIdx.x / kFours][four * 4 + j] = v[i].v[j];
+    for (int j = 0; j < 4; ++j) {
+      tile[i * (kThreads / kFours) + threadIdx.x / kFours][four * 4 + j] = converted<T>(v[i].v[j]);
+    }
   }
   __syncthreads();
+}
+
+// A tile of all columns, fewer than kTile of them, is one run of memory, read as such: a weight's rows are as short as
+// its kernel has positions, often an odd number.
+template <typename T, typename In>
+__device__ __forceinline__ void load_run(T (&tile)[kTile][kTile + 1], const In* x, const TileOf& at, int64_t rows,
+                                         int64_t columns) {
+  constexpr int kMost = 8;  // elements of a thread at once
+  const unsigned width = static_cast<unsigned>(columns);
+  const unsigned count = static_cast<unsigned>(min(rows - at.row, int64_t(kTile))) * width;
+  const In* const from = x + (at.n * rows + at.row) * columns;
+  for (unsigned first = threadIdx.x; first < count; first += kMost * kThreads) {
+    In v[kMost];
+#pragma unroll
+    for (int j = 0; j < kMost; ++j) {
+      const unsigned i = first + j * kThreads;
+      if (i < count) v[j] = from[i];
+    }
+#pragma unroll
+    for (int j = 0; j < kMost; ++j) {
+      const unsigned i = first + j * kThreads, row = i / width;
+      if (i < count) tile[row][i - row * width] = converted<T>(v[j]);
+    }
+  }
+  __syncthreads();
+}
+
+// The same of y, where a tile has all rows, fewer than kTile.
+template <typename Out, typename T>
+__device__ __forceinline__ void store_run(const T (&tile)[kTile][kTile + 1], Out* y, const TileOf& at, int64_t rows,
+                                          int64_t columns) {
+  const unsigned width = static_cast<unsigned>(rows);
+  const unsigned count = static_cast<unsigned>(min(columns - at.column, int64_t(kTile))) * width;
+  Out* const to = y + (at.n * columns + at.column) * rows;
+  for (unsigned i = threadIdx.x; i < count; i += kThreads) {
+    const unsigned column = i / width;
+    to[i] = converted<Out>(tile[i - column * width][column]);
+  }
 }
 
 // use(element of y, four neighbours there, how many of them exist).
@@ -88,13 +146,25 @@ __device__ __forceinline__ void store_four(T* to, const Four<T>& v, int count) {
   }
 }
 
-template <typename T, bool kLoads, bool kStores>
+// The tile holds the smaller type of the two: a conversion rounds once at most, wherever it is.
+template <typename In, typename Out, bool kLoads, bool kStores>
 __global__ void __launch_bounds__(kThreads) transpose_kernel(const __grid_constant__ TransposeParams p) {
+  using T = std::conditional_t<sizeof(In) <= sizeof(Out), In, Out>;
   __shared__ T tile[kTile][kTile + 1];
   const TileOf at = tile_of(blockIdx.x, p.rows, p.columns);
-  load_tile<kLoads>(tile, static_cast<const T*>(p.x), at, p.rows, p.columns);
+  const In* const x = static_cast<const In*>(p.x);
+  Out* const y = static_cast<Out*>(p.y);
+  if (p.columns < kTile) {
+    load_run(tile, x, at, p.rows, p.columns);
+  } else {
+    load_tile<kLoads>(tile, x, at, p.rows, p.columns);
+  }
+  if (p.rows < kTile) return store_run(tile, y, at, p.rows, p.columns);
   for_each_four(tile, at, p.rows, p.columns, [&](int64_t to, const Four<T>& v, int count) {
-    store_four<kStores>(static_cast<T*>(p.y) + to, v, count);
+    Four<Out> out;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) out.v[j] = converted<Out>(v.v[j]);
+    store_four<kStores>(y + to, out, count);
   });
 }
 
@@ -105,19 +175,21 @@ Status count_blocks(const char* name, int64_t n, int64_t rows, int64_t columns, 
   return Status::Ok();
 }
 
-template <typename T>
+template <typename In, typename Out = In>
 Status launch(const TransposeParams& p, cudaStream_t stream) {
   const char* const name = "transpose_kernel";
   unsigned blocks = 0;
   if (const Status status = count_blocks(name, p.n, p.rows, p.columns, &blocks); !status.ok()) return status;
-  const auto whole = [](const void* data, int64_t length) {
-    return length % 4 == 0 && reinterpret_cast<uintptr_t>(data) % sizeof(Four<T>) == 0;
+  const auto whole = [](const void* data, int64_t length, size_t bytes) {
+    return length % 4 == 0 && reinterpret_cast<uintptr_t>(data) % (4 * bytes) == 0;
   };
-  const bool loads = whole(p.x, p.columns), stores = whole(p.y, p.rows);
-  if (loads && stores) return launch_kernel<transpose_kernel<T, true, true>>(name, p, blocks, kThreads, 0, stream);
-  if (loads) return launch_kernel<transpose_kernel<T, true, false>>(name, p, blocks, kThreads, 0, stream);
-  if (stores) return launch_kernel<transpose_kernel<T, false, true>>(name, p, blocks, kThreads, 0, stream);
-  return launch_kernel<transpose_kernel<T, false, false>>(name, p, blocks, kThreads, 0, stream);
+  const bool loads = whole(p.x, p.columns, sizeof(In)), stores = whole(p.y, p.rows, sizeof(Out));
+  if (loads && stores) {
+    return launch_kernel<transpose_kernel<In, Out, true, true>>(name, p, blocks, kThreads, 0, stream);
+  }
+  if (loads) return launch_kernel<transpose_kernel<In, Out, true, false>>(name, p, blocks, kThreads, 0, stream);
+  if (stores) return launch_kernel<transpose_kernel<In, Out, false, true>>(name, p, blocks, kThreads, 0, stream);
+  return launch_kernel<transpose_kernel<In, Out, false, false>>(name, p, blocks, kThreads, 0, stream);
 }
 
 template <bool kLoads, bool kStores>
@@ -184,11 +256,18 @@ __global__ void __launch_bounds__(kThreads) largest_magnitude_kernel(const float
 
 Status run_transpose(const TransposeParams& p, cudaStream_t stream) {
   if (p.n * p.rows * p.columns == 0) return Status::Ok();
-  switch (p.element_bytes) {
-    case 2: return launch<uint16_t>(p, stream);
-    case 4: return launch<uint32_t>(p, stream);
-    default: return launch<uint64_t>(p, stream);
+  if (p.from == p.to) {
+    switch (dtype_size(p.from)) {
+      case 2: return launch<uint16_t>(p, stream);
+      case 4: return launch<uint32_t>(p, stream);
+      default: return launch<uint64_t>(p, stream);
+    }
   }
+  if (p.from == Dtype::kFloat32 && p.to == Dtype::kFloat16) return launch<float, __half>(p, stream);
+  if (p.from == Dtype::kFloat32 && p.to == Dtype::kBFloat16) return launch<float, __nv_bfloat16>(p, stream);
+  if (p.from == Dtype::kFloat16 && p.to == Dtype::kFloat32) return launch<__half, float>(p, stream);
+  if (p.from == Dtype::kBFloat16 && p.to == Dtype::kFloat32) return launch<__nv_bfloat16, float>(p, stream);
+  return Status::Unsupported("transpose_kernel", "it converts between float32 and one of the half types alone");
 }
 
 Status run_largest_magnitude(const float* x, int64_t count, uint32_t* largest, int sm_count, cudaStream_t stream) {

@@ -144,9 +144,9 @@ def pad_replicate_ref(x: Tensor, pad: Sequence[int]) -> Tensor:
     return F.pad(x, list(pad), mode="replicate")
 
 
-def in_format_ref(x: Tensor, channels_last: bool) -> Tensor:
-    """A copy in channels_last(_3d), or contiguous."""
-    return x.clone(memory_format=memory_format(x.dim(), channels_last))
+def in_format_ref(x: Tensor, channels_last: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy in channels_last(_3d), or contiguous; in another dtype where one is given."""
+    return x.to(x.dtype if dtype is None else dtype).clone(memory_format=memory_format(x.dim(), channels_last))
 
 
 def max_pool_ref(x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:

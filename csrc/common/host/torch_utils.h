@@ -180,9 +180,9 @@ inline bool is_dense(const Tensor& t, MemoryFormat format) {
 }
 
 #if defined(KGOPT_CUDA)
-// layout/: a copy of a CUDA tensor that is dense in the other format, by a kernel that keeps pace with the memory;
-// nothing where torch's copy is as fast.
-std::optional<Tensor> transposed_copy(const Tensor& t, MemoryFormat format);
+// layout/: a copy of a CUDA tensor that is dense in the other format, in a dtype, by a kernel that keeps pace with the
+// memory; nothing where torch's copy is as fast.
+std::optional<Tensor> transposed_copy(const Tensor& t, MemoryFormat format, ScalarType dtype);
 #endif
 
 // The tensor itself when it is dense in `format`, else a copy that is.
@@ -190,7 +190,7 @@ inline Tensor dense_in(const Tensor& t, MemoryFormat format) {
   if (is_dense(t, format)) return t;
 #if defined(KGOPT_CUDA)
   if (t.is_cuda()) {
-    if (std::optional<Tensor> copy = transposed_copy(t, format)) return *std::move(copy);
+    if (std::optional<Tensor> copy = transposed_copy(t, format, t.scalar_type())) return *std::move(copy);
   }
 #endif
   return torch::stable::contiguous(t, format);
@@ -241,6 +241,28 @@ inline void raise_on_error(const char* op, const Status& s) { KGOPT_CHECK(s.ok()
 
 inline Tensor as_type_of(const Tensor& t, const Tensor& x) {
   return t.scalar_type() == x.scalar_type() ? t : torch::stable::to(t, x.scalar_type());
+}
+
+// Both by one copy, where a kernel can.
+inline Tensor dense_as_type_of(const Tensor& t, MemoryFormat format, const Tensor& x) {
+#if defined(KGOPT_CUDA)
+  if (t.is_cuda() && t.scalar_type() != x.scalar_type() && !is_dense(t, format)) {
+    if (std::optional<Tensor> copy = transposed_copy(t, format, x.scalar_type())) return *std::move(copy);
+  }
+#endif
+  return as_type_of(dense_in(t, format), x);
+}
+
+// A weight for ATen's convolution, in the dtype of x. Beside a channels_last x ATen brings it into that format, by a
+// copy of single elements: here it lies so already, where a kernel can.
+inline Tensor weight_for_aten(const Tensor& weight, const Tensor& x) {
+#if defined(KGOPT_CUDA)
+  const MemoryFormat format = channels_last_format(weight.dim());
+  if (x.is_cuda() && is_channels_last(x) && !is_dense(weight, format)) {
+    if (std::optional<Tensor> copy = transposed_copy(weight, format, x.scalar_type())) return *std::move(copy);
+  }
+#endif
+  return as_type_of(weight, x);
 }
 
 // Calls an ATen op by name; arguments must have the schema's exact types.

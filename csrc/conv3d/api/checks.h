@@ -215,7 +215,7 @@ inline SomeConvGradients conv_gradients_aten(const Tensor& given_dy, const Tenso
                                              const IntArray& dilation, const IntArray& output_padding,
                                              const std::array<bool, 3>& mask) {
   if (!mask[0] && !mask[1] && !mask[2]) return {};
-  Tensor dy = given_dy, x = given_x, narrow = as_type_of(weight, x);
+  Tensor dy = given_dy, x = given_x, narrow = mask[0] ? weight_for_aten(weight, x) : as_type_of(weight, x);
   if (x.is_cuda()) {
     // cuDNN has kernels of gradients that fail where an address is no multiple of 16, and with them the CUDA context.
     dy = aligned(laid_like(with_usual_strides(dy), given_x)), x = aligned(laid_like(with_usual_strides(x), given_dy));
@@ -225,7 +225,7 @@ inline SomeConvGradients conv_gradients_aten(const Tensor& given_dy, const Tenso
   auto results = [&] {
     SomeConvGradients result;
     if (mask[0]) result[0] = dense_in(dx, memory_format_of(x));
-    if (mask[1]) result[1] = as_type_of(dense_in(dweight, memory_format_of(weight)), weight);
+    if (mask[1]) result[1] = dense_as_type_of(dweight, memory_format_of(weight), weight);
     if (mask[2]) result[2] = dbias;
     return result;
   };

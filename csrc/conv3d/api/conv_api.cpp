@@ -148,16 +148,16 @@ Tensor conv_head(const ConvArgs& a, const ConvShape& shape) {
 // cuDNN, through ATen.
 Tensor conv_aten(const ConvArgs& a, const ConvShape& shape) {
   const Tf32Switch precision(a.allow_tf32);
-  const Tensor x = with_usual_strides(a.x);
+  const Tensor x = with_usual_strides(a.x), weight = weight_for_aten(a.weight, x);
   Tensor y;
   if (&aoti_torch_cuda_convolution != nullptr) {
     AtenTensorHandle bias = a.bias ? a.bias->get() : nullptr, made;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_convolution(
-        x.get(), a.weight.get(), a.bias ? &bias : nullptr, a.stride.data(), a.rank, a.padding.data(), a.rank,
+        x.get(), weight.get(), a.bias ? &bias : nullptr, a.stride.data(), a.rank, a.padding.data(), a.rank,
         a.dilation.data(), a.rank, a.transposed, a.output_padding.data(), a.rank, a.groups, &made));
     y = Tensor(made);
   } else {
-    y = call_aten("aten::convolution", "", x, a.weight, a.bias, a.stride, a.padding, a.dilation, a.transposed,
+    y = call_aten("aten::convolution", "", x, weight, a.bias, a.stride, a.padding, a.dilation, a.transposed,
                   a.output_padding, a.groups);
   }
   return dense_in(y, shape.out_channels_last ? channels_last_format(a.rank + 2) : MemoryFormat::Contiguous);
@@ -171,7 +171,7 @@ Tensor launch(const ConvArgs& a, const ConvShape& shape, const Choice& choice, c
   if (path == ConvPath::kDepthwise) return conv_depthwise(a, shape, choice.as<DepthwisePlan>());
   // Of those above the first two round it while they pack it, the last one reads it.
   if (a.weight.scalar_type() != a.x.scalar_type()) {
-    const Tensor weight = as_type_of(a.weight, a.x);
+    const Tensor weight = path == ConvPath::kAten ? weight_for_aten(a.weight, a.x) : as_type_of(a.weight, a.x);
     const OptTensor bias = a.bias ? OptTensor(as_type_of(*a.bias, a.x)) : std::nullopt;
     return launch({a.op, a.x, weight, bias, a.stride, a.padding, a.dilation, a.output_padding, a.groups, a.transposed,
                    a.rank, a.backend, a.allow_tf32},

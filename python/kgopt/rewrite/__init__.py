@@ -26,7 +26,7 @@ find     source sequential backend                  front ends: Python source, n
          whole_graphs replayed autocast_graphs
          decomposed plain_graphs tapped_graphs
          unbiased_graphs doubled_graphs
-         inductor lowering                          what Inductor makes of the ops
+         inductor lowering weights                  what Inductor makes of the ops
 model    convolved timed between whole race api     what the whole model decides; optimize, restore, report
 =======  =========================================  ==================================================================
 """

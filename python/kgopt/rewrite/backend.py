@@ -33,6 +33,7 @@ from kgopt.rewrite import (
     tapped_graphs,
     unbiased_graphs,
     upsampled_graphs,
+    weights,
     whole_graphs,
 )
 from kgopt.rewrite.autocast_graphs import half_precision, say_half
@@ -132,7 +133,13 @@ def kgopt_backend(
     if chosen.format:
         last_report.layout = f"images {_LIE[chosen.format]}, which Inductor would not have chosen"
     compiled = compile_graph(
-        graph, example_inputs, mode, {**config, **chosen.options}, decompositions=DECOMPOSITIONS, **kwargs
+        graph,
+        example_inputs,
+        mode,
+        {**config, **chosen.options},
+        decompositions=DECOMPOSITIONS,
+        passes=weights.passes(),
+        **kwargs,
     )
     return Replayed(compiled, replays is True, grad, written or ()) if replays else compiled
 

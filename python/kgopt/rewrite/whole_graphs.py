@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from kgopt.rewrite import clocks, measuring, tapped_graphs, verdicts
+from kgopt.rewrite import clocks, measuring, tapped_graphs, verdicts, weights
 from kgopt.rewrite.captured import is_known, may_measure, name_of, stand_in, text_of, value
 from kgopt.rewrite.decomposed import DECOMPOSITIONS
 from kgopt.rewrite.reporting import Report
@@ -240,7 +240,8 @@ def _step(module: fx.GraphModule, kinds: list[Tensor], grad: bool, options: Mapp
         node.meta = {k: v for k, v in node.meta.items() if k == "recompute"}
     inputs = [_stand_in(t).requires_grad_(grad and t.requires_grad) for t in kinds]
     wanted = [t for t in inputs if t.requires_grad]
-    run = compile_graph(fx.GraphModule(module, graph), inputs, None, options, decompositions=DECOMPOSITIONS)
+    more: Any = {"decompositions": DECOMPOSITIONS, "passes": weights.passes()}
+    run = compile_graph(fx.GraphModule(module, graph), inputs, None, options, **more)
 
     def step() -> None:
         made = run(*inputs)

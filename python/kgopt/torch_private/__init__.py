@@ -16,6 +16,7 @@ from kgopt.torch_private.compilers import (
     DYNAMO,
     INDUCTOR_LOG,
     INDUCTOR_PATTERNS,
+    Passes,
     compile_eagerly,
     compile_graph,
     compiler_settings,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,20 +17,39 @@ _inductor = when_needed(
 )
 
 
+class Passes(NamedTuple):
+    """What changes Inductor's graphs in place."""
+
+    joint: Callable[[torch.fx.Graph], None]
+    """Forward and backward before they are divided, or a graph of inference."""
+    lowered: Callable[[torch.fx.Graph], None]
+    """Each of them, at last."""
+    version: str
+    """Another one for other functions: part of the key under which compiled code is kept."""
+
+
 def compile_graph(
     graph: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     mode: str | None,
     options: Mapping[str, Any],
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    passes: Passes | None = None,
     **more: Any,
 ) -> Callable[..., Any]:
-    """The graph compiled by Inductor. ``decompositions``: of ATen's ops, beside its own."""
+    """The graph compiled by Inductor.
+
+    Args:
+        decompositions: of ATen's ops, beside its own.
+        passes: over Inductor's graphs. Each has one place, which is the user's if the user has something there.
+    """
     found = _inductor()
     if found is None:  # torch.compile takes one of them
         return torch.compile(graph, mode=None if options else mode, options=dict(options) or None)
     compile_fx, _ = found
     config = {**mode_options(mode), **options}
+    if passes is not None:
+        config = {**_settings_of(passes), **config}
     known = _decompositions()
     if decompositions and known is not None:
         select_table, patch = known
@@ -38,6 +57,35 @@ def compile_graph(
             more["decompositions"] = {**select_table(), **decompositions}
     compiled: Callable[..., Any] = compile_fx(graph, list(example_inputs), config_patches=config or None, **more)
     return compiled
+
+
+_passes = when_needed(
+    ("torch._inductor.custom_graph_pass.CustomGraphPass", "torch._inductor.config"),
+    "weights of convolutions in channels_last are cast and copied by Inductor's and ATen's kernels",
+)
+
+
+def _settings_of(passes: Passes) -> dict[str, Any]:
+    """Inductor's settings for passes; where the user has one already, that one stays."""
+    found = _passes()
+    if found is None:
+        return {}
+    base, config = found
+
+    class Pass(base):  # type: ignore[misc, valid-type]
+        """With a name for Inductor's cache."""
+
+        def __init__(self, change: Callable[[torch.fx.Graph], None]) -> None:
+            self.change = change
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            self.change(graph)
+
+        def uuid(self) -> str:
+            return passes.version
+
+    settings = {"joint_custom_post_pass": passes.joint, "post_grad_custom_post_pass": passes.lowered}
+    return {name: Pass(change) for name, change in settings.items() if getattr(config, name, change) is None}
 
 
 _decompositions = when_needed(
