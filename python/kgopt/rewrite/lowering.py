@@ -121,27 +121,18 @@ class _Formats:
         """Whether the first tensor that is in memory lies so; where none is, what Inductor prefers. None: eager's."""
         free = False
         for _, arg in pairs:
-            strides, size = self._fixed(arg), list(arg.get_size())
+            strides, size = _fixed_strides(arg, self.flexible), list(arg.get_size())
             if strides is None:
                 free = free or not isinstance(getattr(arg, "data", None), self.view)
                 continue
             for channels_last in (False, True):
-                dense = zip(strides, _dense(size, channels_last), size, strict=True)
-                if all(self._equal(a, b) or self._equal(s, 1) for a, b, s in dense):
+                if _is_strided(self.virtual.graph, strides, _dense(size, channels_last), size):
                     return channels_last
             return None
         graph = self.virtual.graph
         preferred = getattr(graph, "nodes_prefer_channels_last", ())
         prefers = getattr(graph, "layout_opt", False) and any(node in preferred for node, _ in pairs)
         return True if free and prefers else None
-
-    def _fixed(self, arg: Any) -> Any:
-        """Strides of what is in memory already; None: it can be written in any format."""
-        try:
-            layout = arg.get_layout()
-        except (AttributeError, NotImplementedError):
-            return None
-        return None if isinstance(layout, self.flexible) else layout.stride
 
 
 def install() -> None:
@@ -163,17 +154,40 @@ def install() -> None:
 def _in_format(
     lower: Callable[..., Any], ir_node: Any, external: Any, flexible: Any, view: Any, virtual: Any
 ) -> Callable[..., Any]:
-    """``lower``, the lowering of ``in_format``, which copies; where Inductor can do without it writes x so at once."""
+    """``lower``, the lowering of ``in_format``, which copies; what is still to be written is written so at once."""
 
     @functools.wraps(lower)
-    def lowered(x: Any, channels_last: Any) -> Any:
+    def lowered(x: Any, channels_last: Any, dtype: Any = None) -> Any:
         graph = virtual.graph
         # A result of the graph that a caller sees is a tensor of its own, as the op's is.
-        if graph.current_node in graph.user_visible_output_strides:
-            return lower(x, channels_last)
-        return external.require_exact_strides(x, _dense(list(x.get_size()), channels_last))
+        if graph.current_node in graph.user_visible_output_strides or dtype not in (None, x.get_dtype()):
+            return lower(x, channels_last, dtype)
+        size, strides = list(x.get_size()), _fixed_strides(x, flexible)
+        # What lies in the other format has to be copied, which the op does faster than Inductor's kernel.
+        lies = [strides is not None and _is_strided(graph, strides, _dense(size, f), size) for f in (False, True)]
+        if lies[not channels_last] and not lies[channels_last]:
+            return lower(x, channels_last, dtype)
+        return external.require_exact_strides(x, _dense(size, channels_last))
 
     return lowered
+
+
+def _fixed_strides(arg: Any, flexible: Any) -> Any:
+    """Strides of what is in memory already; None: it can be written in any format."""
+    try:
+        layout = arg.get_layout()
+    except (AttributeError, NotImplementedError):
+        return None
+    return None if isinstance(layout, flexible) else layout.stride
+
+
+def _is_strided(graph: Any, strides: Any, wanted: Any, size: Any) -> bool:
+    """Whether these are the strides, but for those of dims of one."""
+
+    def equal(a: Any, b: Any) -> bool:
+        return bool(graph.sizevars.statically_known_equals(a, b))
+
+    return all(equal(a, b) or equal(n, 1) for a, b, n in zip(strides, wanted, size, strict=True))
 
 
 def _below(op: Any, lower: Callable[..., Any], virtual: Any) -> Callable[..., Any]:
