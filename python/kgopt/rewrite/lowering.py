@@ -135,14 +135,20 @@ class _Formats:
         return True if free and prefers else None
 
 
+def _as_it_lies(node: fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The constraint of an op that reads any format."""
+    return args, kwargs
+
+
 def install() -> None:
     """Once Inductor's lowerings are there."""
     found = inductor_lowering()
     if found is None:
         return
     make_fallback, lowerings, *parts = found
-    flexible = dict.fromkeys((*_NORMS, *_NORMS_FORWARD, *_OTHERS), _Formats(parts))
+    flexible: dict[str, Any] = dict.fromkeys((*_NORMS, *_NORMS_FORWARD, *_OTHERS), _Formats(parts))
     flexible.update(dict.fromkeys(_CONVOLUTIONS, _Formats(parts, 1)))
+    flexible["in_format"] = _as_it_lies
     fixed = _Formats(parts, 0)
     for name in RECORDS:
         op = _overload(name)
