@@ -17,6 +17,7 @@ format of a gradient's parameter known.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from kgopt._layout import FORMATS
-from kgopt.torch_private import Passes
+from kgopt.torch_private import Passes, outside_of_tracing
 
 BYTES = 1 << 16  # of a float32 weight; a launch costs more than a smaller one
 CHANNELS = 24  # of a weight, from which on in_format is no copy of ATen's (csrc/layout/layout_api.cpp)
@@ -85,7 +86,20 @@ def _value(node: Any) -> Tensor | None:
     found = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(found, Tensor) or found.dim() not in FORMATS or found.device.type not in DEVICES:
         return None
-    return found
+    return found if _has_kernel(found.device) else None
+
+
+@functools.cache
+def _has_kernel(device: torch.device) -> bool:
+    """Whether the op runs there: a build without CUDA, and one without the GPU's architecture, cannot."""
+    with outside_of_tracing() as is_outside, torch.no_grad():
+        if not is_outside:
+            return False
+        try:
+            _IN_FORMAT(torch.zeros(1, CHANNELS, 1, 2, device=device), True, torch.float16)
+        except RuntimeError:
+            return False
+    return True
 
 
 def _lies_last(t: Tensor | None) -> bool:
