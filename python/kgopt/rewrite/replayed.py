@@ -31,6 +31,7 @@ from kgopt.torch_private import (
 
 MOST = 1 / 16  # of a device's memory, that is held from one training step to the next
 MORE = 1.1  # of the memory of a step by calls, that a recorded one may take
+ROOM = 1.05  # of it, that is set aside ahead: what is freed and asked for again does not fit without gaps
 LITTLE = 2**26  # bytes that one may always hold
 
 
@@ -152,11 +153,11 @@ class Replayed:
         # Between steps their memory would be free for others otherwise: that is for those alone who wait for the host.
         if not self.always and step.is_busy(device):
             raise RefusedError(BUSY)
-        room = step.peak(device)
-        step.record(room)
+        peak = step.peak(device)
+        step.record(int(ROOM * peak))
         if not self.always:
-            held = self.lane.held
-            most = min(MOST * machine.MACHINE.memory(device), max(LITTLE, MORE * room))
+            held = self.lane.held + step.copied
+            most = min(MOST * machine.MACHINE.memory(device), max(LITTLE, MORE * peak))
             if held > most:
                 raise RefusedError(f"it would hold {held / 2**20:.0f} MiB")
         found = (1.0, 0.0) if self.always else step.seconds(lambda: self._holds(inputs), device)

@@ -140,6 +140,11 @@ class Step:
         increment_version(self.written)
         self._forward()
 
+    @property
+    def copied(self) -> int:
+        """Bytes of the copies that a step gives: of results and gradients."""
+        return sum(t.numel() * t.element_size() for t in (*self.outputs, *self.buffers))
+
     def peak(self, device: torch.device) -> int:
         """Bytes that a step by calls takes at its worst."""
         with self._put_back():
