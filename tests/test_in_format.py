@@ -111,9 +111,9 @@ def test_large_tensors_of_a_model_in_channels_last_are_the_ops(grad, monkeypatch
     """PyTorch's copy takes several times as long; what is small, and what lies so, is left alone."""
     called, op = [], OPS.in_format
 
-    def noted(x, last):
+    def noted(x, last, *dtype):
         called.append((tuple(x.shape), last))
-        return op(x, last)
+        return op(x, last, *dtype)
 
     monkeypatch.setattr(layout.torch.ops.kgopt, "in_format", noted)
     original = Net().cuda()

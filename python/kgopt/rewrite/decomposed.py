@@ -90,7 +90,7 @@ def _max_pool3d_backward(
     windows = [-(-k // s) for k, s in zip(kernel, strides, strict=True)]
     if dilations != [1, 1, 1] or math.prod(windows) > MOST_WINDOWS:
         return NotImplemented
-    sizes, results, lead = x.shape[-3:], dy.shape[-3:], [None] * (x.dim() - 3)
+    sizes, results = x.shape[-3:], dy.shape[-3:]
     shapes = ([-1, 1, 1], [1, -1, 1], [1, 1, -1])
     along = [torch.arange(n, device=x.device).view(shape) for n, shape in zip(sizes, shapes, strict=True)]
     here = (along[0] * sizes[1] + along[1]) * sizes[2] + along[2]
@@ -99,10 +99,10 @@ def _max_pool3d_backward(
     total: Any = 0
     for offsets in itertools.product(*map(range, windows)):
         window = [(a + p) // s - o for a, p, s, o in zip(along, pads, strides, offsets, strict=True)]
-        at = [*lead, *(w.clamp(0, r - 1) for w, r in zip(window, results, strict=True))]
+        at: Any = (..., *(w.clamp(0, r - 1) for w, r in zip(window, results, strict=True)))
         inside = [(w >= 0) & (w < r) for w, r in zip(window, results, strict=True)]
-        is_largest = (torch.ops.aten._unsafe_index(indices, at) == here) & inside[0] & inside[1] & inside[2]
-        total = total + torch.where(is_largest, torch.ops.aten._unsafe_index(wide, at), 0)
+        is_largest = (indices[at] == here) & inside[0] & inside[1] & inside[2]
+        total = total + torch.where(is_largest, wide[at], 0)
     return total.to(dy.dtype)  # type: ignore[no-any-return]
 
 
