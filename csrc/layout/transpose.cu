@@ -146,6 +146,12 @@ __device__ __forceinline__ void store_four(T* to, const Four<T>& v, int count) {
   }
 }
 
+// Whether a tile's side is read or written as a run: where it has no vectors, or so few that most threads have none.
+template <bool kVectors>
+__device__ __forceinline__ bool is_run(int64_t length) {
+  return length < (kVectors ? kTile / 4 : kTile);
+}
+
 // The tile holds the smaller type of the two: a conversion rounds once at most, wherever it is.
 template <typename In, typename Out, bool kLoads, bool kStores>
 __global__ void __launch_bounds__(kThreads) transpose_kernel(const __grid_constant__ TransposeParams p) {
@@ -154,12 +160,12 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const __grid_consta
   const TileOf at = tile_of(blockIdx.x, p.rows, p.columns);
   const In* const x = static_cast<const In*>(p.x);
   Out* const y = static_cast<Out*>(p.y);
-  if (p.columns < kTile) {
+  if (is_run<kLoads>(p.columns)) {
     load_run(tile, x, at, p.rows, p.columns);
   } else {
     load_tile<kLoads>(tile, x, at, p.rows, p.columns);
   }
-  if (p.rows < kTile) return store_run(tile, y, at, p.rows, p.columns);
+  if (is_run<kStores>(p.rows)) return store_run(tile, y, at, p.rows, p.columns);
   for_each_four(tile, at, p.rows, p.columns, [&](int64_t to, const Four<T>& v, int count) {
     Four<Out> out;
 #pragma unroll
