@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import kgopt
+from kgopt.rewrite import convolutions
 
 SIZE = 12
 
@@ -52,7 +53,7 @@ def step(model, x, **options):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = run(x)
     y.square().sum().backward()
-    images = [shape for shape in kept if len(shape) == 4 and shape[0] == len(x) and shape[2] > SIZE - 6]
+    images = [shape for shape in kept if len(shape) == x.dim() and shape[0] == len(x) and shape[2] > SIZE - 6]
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())], images
 
 
@@ -67,6 +68,20 @@ def test_results_of_norms_are_not_kept(kind, device):
     assert len(kept_after) == 3
     for a, b in zip(before, after, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_volumes_that_move_to_channels_last(device, monkeypatch):
+    """What is said of a norm's result in between, that it lies so, is computed again with it."""
+    monkeypatch.setattr(convolutions, "_measured", lambda *given: convolutions._Times(2.0, 1.0, 2.0, 1.0, "", ""))
+    norms = nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU()), nn.Sequential(nn.GELU(), nn.GroupNorm(5, 5))
+    model = nn.Sequential(nn.Conv3d(3, 4, 3), norms[0], nn.Conv3d(4, 5, 3), norms[1], nn.Conv3d(5, 2, 3))
+    x = torch.randn(2, 3, SIZE, SIZE, SIZE, device=device)
+    before, kept_before = step(model.to(device), x)
+    after, kept_after = step(model, x, **{"kgopt.recompute": True})
+    assert "convolutions of volumes in channels_last" in kgopt.rewrite.backend.last_report.glue
+    assert (len(kept_before), len(kept_after)) == (5, 3)
+    for a, b in zip(before, after, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_a_sum_s_result_is_kept_as_before(device):

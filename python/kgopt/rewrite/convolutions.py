@@ -14,6 +14,7 @@ Inductor takes is not known yet. Results of the graph have the format that they 
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -124,9 +125,24 @@ class Convolutions:
         for node in list(graph.nodes):
             if node.target in _OF_VOLUMES and node not in others:
                 added += _move_input(graph, node, getattr(ways.get(_weight(node)), "channels_last", True))
-            elif node.target in lowering.NORMS and isinstance(t := value(_input(node)), Tensor) and t.dim() == 5:
+            elif node.target in lowering.NORMS and _dims_of(x := _input(node)) == 5 and not _is_ours(x):
                 added += _move_input(graph, node, channels_last=True)
         return added
+
+
+def _dims_of(node: fx.Node) -> int:
+    return t.dim() if isinstance(t := value(node), Tensor) else 0
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Whether an op of kgopt's gives a value, which lies as what that reads; norms ask whose moments they may take."""
+    made = _made_by(node)
+    return getattr(made.target, "namespace", "") == "kgopt"
+
+
+def _made_by(node: fx.Node) -> fx.Node:
+    """The call that gives a value, if that is one of several."""
+    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
 def _move_input(graph: fx.Graph, node: fx.Node, channels_last: bool) -> list[fx.Node]:
@@ -134,9 +150,15 @@ def _move_input(graph: fx.Graph, node: fx.Node, channels_last: bool) -> list[fx.
     x = _input(node)
     if isinstance(t := value(x), Tensor) and t.shape[1] == 1:  # it lies in both
         return []
+    # AOTAutograd's cache takes ops alone; with gradients it has none of such graphs.
+    target = lies if torch.is_grad_enabled() else _IN_FORMAT
+    again = _made_by(x).meta.get("recompute")
     with graph.inserting_before(node):
-        # AOTAutograd's cache takes ops alone; with gradients it has none of such graphs.
-        moved = graph.call_function(lies if torch.is_grad_enabled() else _IN_FORMAT, (x, channels_last))
+        # A norm's result that is computed again for the backward (backend.py) is not kept in its format either.
+        name = None if again is None else "computed_again"
+        moved = graph.create_node("call_function", target, (x, channels_last), name=name)
+    if again is not None:
+        moved.meta["recompute"] = again
     node.replace_input_with(x, moved)
     return [moved]
 
