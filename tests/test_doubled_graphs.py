@@ -11,9 +11,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from fake_graphs import captured, needs_cuda_build
-from kgopt.rewrite import backend, clocks, contest, doubled_graphs, policy, verdicts
+from kgopt.rewrite import backend, clocks, contest, doubled_graphs
 from kgopt.rewrite.resampled_graphs import resampled
 from kgopt.torch_private import compile_graph
+from test_contest import clock as contest_clock  # noqa: F401 (a fixture)
 from tolerances import assert_as_good_as_torch
 
 OP = torch.ops.kgopt.upsample_linear.default
@@ -251,32 +252,20 @@ class Decoder(nn.Module):
 
 
 @pytest.fixture
-def clock(monkeypatch, tmp_path):
-    """The times that are found; the processor counts as a GPU. The graphs that were timed are in its list."""
+def clock(contest_clock, monkeypatch):  # noqa: F811
+    """The clock of contests. The graphs that were timed are in its list."""
     timed = []
 
-    def busy_both(first, second, device):
-        first()
-        second()
-        return clock.times
-
     def clock(times):
-        clock.times = times
+        contest_clock(times)
         return timed
 
     def noted(graph, inputs, mode, options):
         timed.append([node.target for node in graph.graph.nodes])
         return clock.compile(graph, inputs, mode, options)
 
-    monkeypatch.setattr(clocks, "busy_both", busy_both)
-    monkeypatch.setattr(policy, "default", lambda device: True)
-    monkeypatch.setattr(contest, "may_measure", lambda device: True)
-    monkeypatch.setattr(verdicts, "inductor_cache_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(verdicts, "compiled", verdicts.Store())
-    monkeypatch.setattr(verdicts, "store", verdicts.Store())
+    clock.compile = contest.compile_graph
     monkeypatch.setattr(contest, "compile_graph", noted)
-    # Regions as they stand: Inductor itself takes seconds for each, and has a test of its own.
-    clock.compile = lambda graph, *more: graph
     return clock
 
 

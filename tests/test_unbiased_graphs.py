@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fake_graphs import captured, needs_cuda_build
 from kgopt import accuracy
 from kgopt.rewrite import backend, unbiased_graphs
+from test_tapped_graphs import results
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -68,13 +69,6 @@ def rewritten(seen, always=True):
         return graph
 
     return run
-
-
-def results(run, x, wanted):
-    """What it gives, and gradients of x and the parameters that are wanted."""
-    y = run(x)
-    dy = torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=y.device).view(y.shape)
-    return [y, *torch.autograd.grad(y, wanted, dy.to(y.dtype))] if wanted else [y]
 
 
 def agrees(model, x, grad=True, autocast=None, compiled=False, dynamic=False):

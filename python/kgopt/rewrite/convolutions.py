@@ -135,9 +135,8 @@ def _dims_of(node: fx.Node) -> int:
 
 
 def _is_ours(node: fx.Node) -> bool:
-    """Whether an op of kgopt's gives a value, which lies as what that reads; norms ask whose moments they may take."""
-    made = _made_by(node)
-    return getattr(made.target, "namespace", "") == "kgopt"
+    """Whether an op of kgopt's gives a value: it lies as what the op read, and a norm may take the op's moments."""
+    return getattr(_made_by(node).target, "namespace", "") == "kgopt"
 
 
 def _made_by(node: fx.Node) -> fx.Node:

@@ -1,7 +1,7 @@
 """Linear upsampling to twice the size, and the sum behind it, in captured graphs of training and inference.
 
 Inductor computes it from reads by index: up to eight for each result, which it does not share between results, and in
-training the gathers of :mod:`~kgopt.rewrite.resampled_graphs`, one pass over memory for each dim. kgopt's op reads and
+training the gathers of :mod:`~kgopt.rewrite.resampled_graphs`, in up to two passes over memory. kgopt's op reads and
 writes each value about once, forward and backward, and adds another tensor on the way. But it fuses with nothing else.
 So both are measured, with the elementwise functions around them, on tensors of the graph's sizes. Sizes that are not
 known leave the graph as it is.

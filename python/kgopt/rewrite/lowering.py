@@ -154,12 +154,11 @@ def install() -> None:
         op = _overload(name)
         make_fallback(op, layout_constraint=flexible.get(name, fixed), warn=False)
         lowerings[op] = _below(op, lowerings[op], parts[-1])
-    lowerings[_IN_FORMAT] = _in_format(lowerings[_IN_FORMAT], *parts)
+    _, external, free, _, virtual = parts
+    lowerings[_IN_FORMAT] = _in_format(lowerings[_IN_FORMAT], external, free, virtual)
 
 
-def _in_format(
-    lower: Callable[..., Any], ir_node: Any, external: Any, flexible: Any, view: Any, virtual: Any
-) -> Callable[..., Any]:
+def _in_format(lower: Callable[..., Any], external: Any, flexible: Any, virtual: Any) -> Callable[..., Any]:
     """``lower``, the lowering of ``in_format``, which copies; what is still to be written is written so at once."""
 
     @functools.wraps(lower)

@@ -101,8 +101,8 @@ class Lane:
     def record(self, call: Callable[[], Any], room: int = 0) -> tuple[Callable[[], None], Any]:
         """What replays a call, and its result, which each replay writes anew.
 
-        ``room``: bytes that the pool gets in one piece ahead, for this recording and those behind it. Of segments that
-        come one by one, each as large as what first asked for it, a fifth to a third is never used by what comes later.
+        ``room``: bytes that the pool gets in one piece ahead, for this recording and those behind it. Segments that
+        come one by one, each as large as what first asked for it, held over a quarter more than a step (DynUNet, bf16).
 
         A capture that fails is ended, and the allocator is told so.
         """
