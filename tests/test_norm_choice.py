@@ -61,6 +61,10 @@ from plan_problems import dev
         ("cluster", {"n": 3, "c": 2, "s": 12960, "g": 1, "dtype": "float16", "channels_last": True}),
         ("cluster", {"n": 8, "c": 32, "s": 1024, "g": 1, "channels_last": True}),
         ("columns", {"n": 8, "c": 32, "s": 16384, "g": 1, "channels_last": True}),
+        ("columns", {"n": 1, "c": 64, "s": 3136, "g": 32, "dtype": "bfloat16", "channels_last": True}),  # narrow groups
+        ("small", {"n": 1, "c": 64, "s": 3136, "g": 32, "dtype": "bfloat16", "channels_last": True, "tensors": 2}),
+        ("small", {"n": 4, "c": 64, "s": 1024, "g": 32, "dtype": "bfloat16", "channels_last": True}),
+        ("small", {"n": 1, "c": 64, "s": 3136, "g": 32, "dtype": "bfloat16", "channels_last": True, "max_blocks": 0}),
         ("passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "channels_last": True, "max_blocks": 0}),
         ("passes", {"n": 512, "c": 64, "s": 49, "g": 8, "channels_last": True}),
         ("passes", {"n": 128, "c": 24, "s": 19800, "g": 8, "max_blocks": 0}),
@@ -94,5 +98,7 @@ def test_choose_group_norm_says_why():
     # A plan may be beaten, too.
     assert "tiles are faster" in dev.choose_group_norm(1, 128, 32**3, 8)["why_not"]["cluster"]
     assert dev.choose_group_norm(2, 33, 9, 33)["why_not"] == {}
+    narrow = dev.choose_group_norm(1, 64, 3136, 32, "bfloat16", channels_last=True)
+    assert narrow["why_not"]["small"] == "narrow groups of many positions go side by side"
     walked = dev.choose_group_norm(128, 24, 19800, 8, channels_last=True, act="gelu")
     assert walked["why_not"]["rows"].startswith("slow activations")

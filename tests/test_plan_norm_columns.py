@@ -121,6 +121,26 @@ def test_plan_group_norm_columns_teams(sizes):
     assert p["slabs"] * p["blocks"] >= 0.95 * 132 * p["rounds"], "blocks that have nothing to do"
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    n=st.integers(1, 16),
+    groups=st.integers(1, 64),
+    per_group=st.integers(1, 40),
+    s=st.integers(1, 10_000),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    sm_count=st.sampled_from([132, 114]),
+)
+def test_plan_group_norm_columns_of_small_tensors(n, groups, per_group, s, dtype, sm_count):
+    """Many wide blocks would run one after the other, and a few blocks of much data leave the GPU to nobody."""
+    size = 4 if dtype == "float32" else 2
+    p = dev.plan_group_norm_columns(n, groups * per_group, s, groups, dtype, sm_count=sm_count)
+    if "refusal" in p or not p["cluster"]:
+        return
+    blocks = p["slabs"] * p["blocks"]
+    assert p["threads"] == 128 or (p["threads"] == 256 and blocks <= sm_count)
+    assert 2 * blocks > sm_count or n * groups * per_group * s * size / blocks <= 32 << 10
+
+
 @settings(max_examples=400, deadline=None)
 @given(
     n=st.one_of(st.integers(1, 6), st.integers(1, 200)),

@@ -81,9 +81,12 @@ inline NormChoice choose_group_norm(const NormPlanInput& in) {
   const SmallPlan small = plan_group_norm_small(in);
   // Forward's clusters go element by element: vectors of columns come first.
   const bool small_shared = !small.refusal && !in.backward() && small.shares.blocks_log2 > 0;
-  if (!small.refusal && !small_shared) return take(small);
+  const bool side_by_side = !small.refusal && !in.backward() && has_narrow_groups(in.dims) &&
+                            in.dims.s > kSmallNarrowPositions && plan_group_norm_columns(in).cluster;
+  if (!small.refusal && !small_shared && !side_by_side) return take(small);
   choice.why_not_of(NormFamily::kSmall) =
       small_shared ? "its clusters go element by element: kernels with vectors are faster" : small.refusal;
+  if (side_by_side) choice.why_not_of(NormFamily::kSmall) = "narrow groups of many positions go side by side";
 
   const TilesPlan alone = plan_group_norm_alone(in);
   if (!alone.refusal) return take(alone);

@@ -40,6 +40,13 @@ struct NormPlanInput {
   }
 };
 
+// The bytes of a group's channels at a position that fill a sector.
+inline constexpr int64_t kSectorBytes = 32;
+
+inline bool has_narrow_groups(const GroupNormDims& d) {
+  return d.channels_last && d.channels_per_group() * dtype_size(d.dtype) < kSectorBytes;
+}
+
 // What a launch needs beside its tensors.
 struct NormScratch {
   int64_t words = 0;  // of 64 bits, through which blocks exchange moments or sums (groupnorm/shared/words.cuh)

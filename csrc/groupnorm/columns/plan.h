@@ -137,27 +137,31 @@ inline bool set_column_shares(const NormPlanInput& in, const ColumnChoice& choic
 }
 
 // Tensors below are one launch, of clusters; others a launch after a memset. Columns narrower than a line cost twice
-// the time in DRAM (H200). Slabs of less work per block wait longer for each other than passes over memory take.
+// the time in DRAM, but not in L2, where a small tensor is (H200). Slabs of less work per block wait longer for each
+// other than passes over memory take.
 inline constexpr int64_t kColumnSmallTensor = 4 << 20, kColumnLine = 128, kColumnLeastSlab = 256 << 10;
 
-// The fewest groups of whole sectors that are a line wide and `least` bytes in all, or the whole sample.
-inline uint32_t column_groups(const GroupNormDims& d, int64_t least) {
+// The fewest groups of whole sectors that are `width` bytes wide and `least` bytes in all, or the whole sample.
+inline uint32_t column_groups(const GroupNormDims& d, int64_t width, int64_t least) {
   const int64_t group_bytes = d.channels_per_group() * dtype_size(d.dtype);
   for (int64_t groups = 1; groups < d.g; ++groups) {
     const int64_t bytes = groups * group_bytes;
-    if (d.g % groups == 0 && bytes % 32 == 0 && bytes >= kColumnLine && bytes * d.s >= least) {
+    if (d.g % groups == 0 && bytes % kSectorBytes == 0 && bytes >= width && bytes * d.s >= least) {
       return static_cast<uint32_t>(groups);
     }
   }
   return static_cast<uint32_t>(d.g);
 }
 
+// Data of a cluster's block: a share that is smaller is not worth another block, one that is larger is worth twice the
+// threads, and one that is larger still is better shared by all of the GPU, where the clusters leave half of it idle.
+inline constexpr int64_t kColumnLeastShare = 4 << 10, kColumnWideShare = 8 << 10, kColumnMostShare = 32 << 10;
+
 // One cluster a slab. False where the slabs are too many, or too large.
 inline bool set_column_clusters(const NormPlanInput& in, ColumnPlan* plan) {
   ColumnChoice choice;
   choice.cluster = true;
-  choice.threads = 256;
-  choice.groups = column_groups(in.dims, 0);
+  choice.groups = column_groups(in.dims, 0, 0);
   const int64_t slabs = in.dims.n * (in.dims.g / choice.groups);
   const int64_t bytes = in.dims.numel() * dtype_size(in.dims.dtype) / slabs;
   if (slabs > 4 * in.sm_count) return false;
@@ -165,13 +169,16 @@ inline bool set_column_clusters(const NormPlanInput& in, ColumnPlan* plan) {
   bool found = false;
   for (int blocks = 1; blocks <= std::min(in.max_blocks, 16); blocks *= 2) {
     choice.blocks = blocks;
+    // More blocks than multiprocessors run at a time only if they are narrow: a second wave doubles the time (H200).
+    choice.threads = bytes / blocks > kColumnWideShare && slabs * blocks <= in.sm_count ? 256 : 128;
     ColumnPlan wider;
     if (!set_column_shares(in, choice, &wider)) continue;
     *plan = wider;
     found = true;
-    if (slabs * blocks >= in.sm_count || bytes / blocks <= (16 << 10)) break;
+    if (slabs * blocks >= in.sm_count || bytes / blocks <= kColumnLeastShare) break;
   }
-  return found;
+  const int64_t blocks = slabs * plan->shares.blocks;
+  return found && (blocks * 2 > in.sm_count || bytes / plan->shares.blocks <= kColumnMostShare || in.long_chain);
 }
 
 // Teams of blocks all over the GPU, one block a multiprocessor: as many teams as slabs fit on chip at a time, and no
@@ -183,7 +190,7 @@ inline bool set_column_teams(const NormPlanInput& in, ColumnPlan* plan) {
   choice.blocks = static_cast<uint32_t>(grid);
   // A sample that does not fit is read twice: then whole rows count for more than what columns would keep.
   const bool fits = sample <= grid * kColumnSlots * kColumnPasses * kColumnMaxThreads * 16;
-  choice.groups = fits ? column_groups(d, kColumnLeastSlab) : static_cast<uint32_t>(d.g);
+  choice.groups = fits ? column_groups(d, kColumnLine, kColumnLeastSlab) : static_cast<uint32_t>(d.g);
   if (!set_column_shares(in, choice, plan)) return false;
   const int64_t kept = int64_t(plan->shares.stride) * kColumnPasses * kColumnSlots, slabs = plan->shares.slabs;
   const int64_t blocks = (plan->shares.rows + kept - 1) / kept;

@@ -35,8 +35,9 @@ inline int64_t small_lanes(int64_t count) {
   return lanes;
 }
 
-// Bytes of x from which on bulk copies are faster, and from which on narrow groups go side by side (H200).
-inline constexpr int64_t kSmallBytes = 4 << 20, kSmallNarrowBytes = 1 << 20;
+// Bytes of x from which on bulk copies are faster, and from which on narrow groups go side by side; of fewer bytes they
+// do from so many positions on, in forward, where clusters of columns take them (H200).
+inline constexpr int64_t kSmallBytes = 4 << 20, kSmallNarrowBytes = 1 << 20, kSmallNarrowPositions = 2048;
 // Contiguous groups of more elements come faster through shared memory, in forward, where they are few, which then have
 // several blocks each, or x is large (H200).
 inline constexpr int64_t kSmallFwdElements = 4096, kSmallFwdManyGroups = 16, kSmallFwdBytes = 5 << 19;
@@ -49,13 +50,6 @@ inline constexpr int64_t kSmallFwdFourThreads = 160 << 10, kSmallFwdFourVectors 
 inline constexpr int64_t kSmallShortRow = 64;
 // Where a block's teams are neighbours it has about that many threads.
 inline constexpr int64_t kSmallThreads = 128;
-// The bytes of a group's channels at a position that fill a sector.
-inline constexpr int64_t kSectorBytes = 32;
-
-inline bool has_narrow_groups(const GroupNormDims& d) {
-  return d.channels_last && d.channels_per_group() * dtype_size(d.dtype) < kSectorBytes;
-}
-
 // Vectors of a unit of one channel, which starts anywhere in one.
 inline int64_t plane_vectors(int64_t elements) {
   return (elements + (elements % kSmallRun == 0 ? 0 : 2 * (kSmallRun - 1))) / kSmallRun;
