@@ -257,6 +257,24 @@ def test_what_is_no_repetition_is_pytorchs(small, done):
     assert done == [(LARGE, LARGE, "none")]
 
 
+class ScaleFirst(Block):
+    def forward(self, f, zq):
+        zq = F.interpolate(zq, size=f.shape[-2:])
+        return self.conv_y(zq) * self.norm(f) + self.conv_b(zq)
+
+
+def test_maps_in_another_format_decide_the_results(done):
+    """Of a contiguous f the op's result is contiguous. PyTorch's takes the format of the map, which comes first."""
+    model, original = pair(ScaleFirst, train=False)
+    f, zq = inputs()
+    zq = zq.contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        y, expected = model(f, zq), original(f, zq)
+    torch.testing.assert_close(y, expected)
+    assert y.stride() == expected.stride()
+    assert not done
+
+
 def test_autocast_is_pytorchs(done):
     model, original = pair(SpatialNorm, torch.float32)
     args = inputs(torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import pickle
 
 import pytest
@@ -245,6 +246,42 @@ def test_sums_become_one_op(cls, format, summed):
     compare(original, model, x)
     if format is torch.contiguous_format:  # else PyTorch's norm changes the layout, and the sum's is that of both
         assert summed == FUSED[cls] * 2
+
+
+class Second(nn.Module):
+    """Of an x in channels_last the norm's value is channels_last, too, and the last convolution's contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 4)
+        self.body = nn.ModuleList([nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3, padding=1)])
+
+    def forward(self, x):
+        h = self.body[0](x.contiguous())
+        h = self.body[1](h)
+        kept = self.norm(x)
+        return F.dropout((h + kept) / math.sqrt(2), 0.5)
+
+
+class First(Second):
+    def forward(self, x):
+        h = self.body[0](x.contiguous())
+        h = self.body[1](h)
+        kept = self.norm(x)
+        return F.dropout((kept + h) / math.sqrt(2), 0.5)
+
+
+@pytest.mark.parametrize("cls", [First, Second])
+def test_the_first_operand_decides_the_format(cls):
+    """The norm waited for the sum, and became its first operand: a dropout behind it drew for other elements."""
+    model, original = pair(cls)
+    x = sample().contiguous(memory_format=torch.channels_last)
+    results = []
+    for net in (original, model):
+        torch.manual_seed(0)
+        results.append(net(x))
+    torch.testing.assert_close(*results)
+    assert results[0].stride() == results[1].stride()
 
 
 @pytest.mark.parametrize("cls", [*FUSED, *APART])

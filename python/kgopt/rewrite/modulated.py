@@ -156,8 +156,7 @@ class Modulation(Written):
 
     def times(self, a: Any, b: Any) -> Any:
         """``a * b``."""
-        later, other = (a, b) if type(a) is Waiting else (b, a)
-        if type(later) is Waiting and (y := _times(later, other)) is not None:
+        if Waiting in (type(a), type(b)) and (y := _times(a, b)) is not None:
             return y
         return self.now(a) * self.now(b)
 
@@ -174,8 +173,7 @@ class Modulation(Written):
         """``a + b``."""
         if type(a) is Waiting and type(b) is Waiting:  # a shift may be a norm's value itself
             a, b = (a, b.value()) if a.of_maps else (a.value(), b) if b.of_maps else (a, b)
-        later, other = (a, b) if type(a) is Waiting else (b, a)
-        if type(later) is Waiting and (y := _plus(later, other)) is not None:
+        if Waiting in (type(a), type(b)) and (y := _plus(a, b)) is not None:
             return y
         return self.now(a) + self.now(b)
 
@@ -200,7 +198,7 @@ class Modulation(Written):
         later, other = (a, b) if type(a) is Waiting else (b, a)
         may_wait = type(later) is Waiting and not isinstance(other, Waiting) and _is_by_name_untouched()
         if may_wait and any(how is known or how == known for known in _BY_NAME[kind]):
-            y = operation(later, other)
+            y = operation(a, b)
             if y is not None:
                 return y
         a, b = self.now(a), self.now(b)
@@ -320,8 +318,9 @@ def _of_rank(later: Waiting, other: Any) -> Any:
     return other[None] if isinstance(other, Tensor) and other.dim() == x.dim() - 1 else other
 
 
-def _times(later: Waiting, other: Any) -> Waiting | None:
-    """The product for later; None where it cannot wait."""
+def _times(a: Any, b: Any) -> Waiting | None:
+    """The product for later, of which one operand waits; None where it cannot wait."""
+    later, other = (a, b) if type(a) is Waiting else (b, a)
     other = _of_rank(later, other)
     if later.is_plain and later.may_take(other):
         return Waiting(later.later, other)
@@ -335,8 +334,9 @@ def _times(later: Waiting, other: Any) -> Waiting | None:
     return Waiting(later.later, factor, None if later.shift is None else later.shift * wide)
 
 
-def _plus(later: Waiting, other: Any) -> Any:
-    """The sum in one op, or for later; None where neither can be."""
+def _plus(a: Any, b: Any) -> Any:
+    """The sum in one op, or for later, of which one operand waits; None where neither can be."""
+    later, other = (a, b) if type(a) is Waiting else (b, a)
     if later.of_maps:
         if later.shift is None and later.may_map(other):
             return Waiting(later.later, later.factor, other, of_maps=True)
@@ -347,7 +347,7 @@ def _plus(later: Waiting, other: Any) -> Any:
         return None
     x = later.later.x
     if type(other) is Tensor and other.shape == x.shape and other.dtype is x.dtype and other.device == x.device:
-        return Waiting(later.later, later.factor, later.shift, added=other)
+        return Waiting(later.later, later.factor, later.shift, added=other, is_second=later is not a)
     return later.later.plus(other, None) if later.is_plain else None
 
 

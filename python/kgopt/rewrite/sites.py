@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kgopt import _scale_shift
 from kgopt import ops as ops
-from kgopt._layout import as_channels_last, is_dense_channels_last
+from kgopt._layout import as_channels_last, is_channels_last, is_dense_channels_last
 from kgopt.rewrite import carry, channels, maps, originals, policy, recompute, spared, watching
 from kgopt.rewrite.arguments import channels_of, conv_args, fits, is_plain, keeps_format, norm_args, slope_of
 from kgopt.rewrite.chain import BY_FORMULA, CONV_LSE, CONV_MEAN, CONV_RELU_NORM, PRELU, Chain
@@ -536,6 +536,8 @@ class Site:
         sizes = operand.sizes if type(operand) is maps.Map else t.shape[2:] if is_plain(t) else None
         if t is operand and sizes is not None and not lies_as(t, x):
             return False
+        if t is not operand and x.is_contiguous() and is_channels_last(t):
+            return False  # enlarged it is channels_last, too, and so may be what PyTorch makes of both
         if sizes is None or t.shape[:2] != x.shape[:2] or list(sizes) != list(x.shape[2:]):
             return False
         if not (x.is_contiguous() or keeps_format(norm)):

@@ -128,10 +128,11 @@ class Waiting:
     """A norm's value that is not computed yet, times ``factor``, plus ``shift``, where these are not None.
 
     ``of_maps``: they have a value for each position, or a map of it; without a shift that is no op's. Otherwise plus
-    ``added``, a tensor like the norm's input. ``views`` are then taken of it, one of the other.
+    ``added``, a tensor like the norm's input; ``is_second``: the code has that one first, whose memory format the sum
+    takes where the two lie apart. ``views`` are then taken of it, one of the other.
     """
 
-    __slots__ = ("added", "factor", "later", "of_maps", "shift", "views")
+    __slots__ = ("added", "factor", "is_second", "later", "of_maps", "shift", "views")
 
     def __init__(
         self,
@@ -141,9 +142,11 @@ class Waiting:
         of_maps: bool = False,
         views: tuple[Callable[[Any], Any], ...] = (),
         added: Any = None,
+        is_second: bool = False,
     ) -> None:
         self.later = later
         self.added = added
+        self.is_second = is_second
         self.factor = factor
         self.shift = shift
         self.of_maps = of_maps
@@ -156,11 +159,12 @@ class Waiting:
 
     def without_views(self) -> Waiting:
         """What the views are taken of."""
-        return Waiting(self.later, self.factor, self.shift, self.of_maps, (), self.added)
+        return Waiting(self.later, self.factor, self.shift, self.of_maps, (), self.added, self.is_second)
 
     def viewed(self, view: Callable[[Any], Any]) -> Waiting:
         """A view of it."""
-        return Waiting(self.later, self.factor, self.shift, self.of_maps, (*self.views, view), self.added)
+        views = (*self.views, view)
+        return Waiting(self.later, self.factor, self.shift, self.of_maps, views, self.added, self.is_second)
 
     def through_views(self, y: Any) -> Any:
         """The views of a tensor."""
@@ -178,7 +182,8 @@ class Waiting:
         if y is not None:
             return y
         if self.added is not None:
-            return Waiting(self.later, self.factor, self.shift).value() + self.added
+            y = Waiting(self.later, self.factor, self.shift).value()
+            return self.added + y if self.is_second else y + self.added
         assert self.of_maps
         y = self.later.value() * now(self.factor)
         return y if self.shift is None else y + now(self.shift)
