@@ -23,8 +23,8 @@ from torch import Tensor
 
 from events import busy_of_few, keep, parsed
 from kgopt._layout import FORMATS
-from kgopt.rewrite.decomposed import DECOMPOSITIONS
-from kgopt.rewrite.resampled_graphs import resampled
+from kgopt.rewrite.captured.passes.resampled import resampled
+from kgopt.rewrite.inductor.decomposed import DECOMPOSITIONS
 from kgopt.torch_private import compile_graph, compiler_settings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 import kgopt
 from kgopt.cli.environment import environment
-from kgopt.rewrite import classes, training
-from kgopt.rewrite.meanings import conv_of
+from kgopt.rewrite.chains.meanings import conv_of
+from kgopt.rewrite.gradients import training
+from kgopt.rewrite.optimized import classes
 
 
 class _Nothing(nn.Module):

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import casts, joins, training
+from kgopt.rewrite.gradients import casts, joins, training
 
 KIB = 2**10
 _POSITIONS = 4096  # of a small network's convolution; PyTorch is faster at those below

@@ -21,7 +21,8 @@ import torch
 import kgopt
 from kgopt.cli.environment import environment
 from kgopt.cli.networks import zoo
-from kgopt.rewrite import clocks, padding
+from kgopt.rewrite.measure import clocks
+from kgopt.rewrite.waiting import padding
 
 NAMES = ("Wan VAE", "Wan 2.2 VAE", "QwenImage VAE", "Cosmos VAE")
 

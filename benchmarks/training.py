@@ -39,7 +39,7 @@ import kgopt
 from kgopt.cli.environment import environment
 from kgopt.cli.measure import gpu_time
 from kgopt.cli.networks.turns import Turns
-from kgopt.rewrite import clocks
+from kgopt.rewrite.measure import clocks
 
 MIB = 2**20
 _NNUNET: dict[str, Any] = {

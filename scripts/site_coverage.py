@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import kgopt
 import peers
 from kgopt._scale_shift import fits
-from kgopt.rewrite import sites
-from kgopt.rewrite.chain import PRELU
-from kgopt.rewrite.meanings import describe_function
-from kgopt.rewrite.modulated import VIEWS
-from kgopt.rewrite.norm_calls import NormCall
+from kgopt.rewrite.chains.chain import PRELU
+from kgopt.rewrite.chains.meanings import describe_function
+from kgopt.rewrite.norms import sites
+from kgopt.rewrite.norms.calls import NormCall
+from kgopt.rewrite.waiting.modulated import VIEWS
 from peers.library import Peer, offline
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coverage.md"

@@ -64,7 +64,7 @@ def device(request):
 @pytest.fixture(autouse=True)
 def no_race(monkeypatch):
     """Small models are often slower optimized, which ``optimize`` would undo; that has tests of its own."""
-    monkeypatch.setattr("kgopt.rewrite.race.SLACK", math.inf)
+    monkeypatch.setattr("kgopt.rewrite.model.race.SLACK", math.inf)
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +134,7 @@ def aot_inductor(tmp_path_factory):
 @pytest.fixture
 def ours(monkeypatch):
     """kgopt's ops run wherever they can, on the CPU as well."""
-    from kgopt.rewrite import policy
+    from kgopt.rewrite.measure import policy
 
     monkeypatch.setattr(policy, "default", lambda device: True)
 
@@ -166,7 +166,7 @@ def ran(monkeypatch):
 @pytest.fixture
 def emitted(monkeypatch):
     """The chains that ran on kgopt's ops, of norms that are known by what they compute."""
-    from kgopt.rewrite import sites
+    from kgopt.rewrite.norms import sites
 
     found = []
     emit = sites.emit_kgopt
@@ -182,7 +182,7 @@ def emitted(monkeypatch):
 @pytest.fixture
 def nothing_is_timed_in_a_capture(monkeypatch):
     """A measurement within a CUDA graph's capture fails."""
-    from kgopt.rewrite import clocks, measuring
+    from kgopt.rewrite.measure import clocks, measuring
 
     def watched(real):
         def call(*args, **kwargs):

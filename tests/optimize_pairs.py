@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import glue, sites
+from kgopt.rewrite import glue
+from kgopt.rewrite.norms import sites
 
 SHAPE = (2, 4, 5, 6)
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}

@@ -14,9 +14,14 @@ import kgopt
 from kgopt import accuracy
 from kgopt._layout import FORMATS
 from kgopt.cli.models import PIPELINES
-from kgopt.rewrite import clocks, emit, glue, layout, measuring, sites, training, whole
-from kgopt.rewrite.chain import Chain
+from kgopt.rewrite import glue
+from kgopt.rewrite.chains import emit
+from kgopt.rewrite.chains.chain import Chain
 from kgopt.rewrite.glue import search
+from kgopt.rewrite.gradients import training
+from kgopt.rewrite.measure import clocks, measuring
+from kgopt.rewrite.model import layout, whole
+from kgopt.rewrite.norms import sites
 
 
 @pytest.fixture

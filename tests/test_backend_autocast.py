@@ -11,7 +11,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_graphs import captured, needs_cuda_build
-from kgopt.rewrite import backend, convolutions
+from kgopt.rewrite import backend
+from kgopt.rewrite.captured.passes import convolutions
 
 
 def instance(x, w, b, k):

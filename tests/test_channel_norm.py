@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kgopt import functional, reference
-from kgopt.rewrite.meanings import CLAMP_STOPS
+from kgopt.rewrite.chains.meanings import CLAMP_STOPS
 from norm_gradients import check_both_ways, run_both_ways
 from shapes import DTYPES, LAYOUTS, laid_out, make, norm_shape
 from tolerances import assert_as_good_as_torch

@@ -1,4 +1,4 @@
-"""Sites of captured graphs that stay the compiler's, which is faster with what is around them (rewrite/contest.py)."""
+"""Sites of captured graphs that stay the compiler's, which is faster there (rewrite/captured/contest.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import backend, clocks, contest, policy, verdicts
+from kgopt.rewrite import backend
+from kgopt.rewrite.captured import contest
+from kgopt.rewrite.measure import clocks, policy, verdicts
 from kgopt.torch_private import compile_graph
 
 NORM = torch.ops.kgopt.group_norm.default

@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from kgopt import accuracy
-from kgopt.rewrite import backend, clocks, convolutions, training, verdicts
+from kgopt.rewrite import backend
+from kgopt.rewrite.captured.passes import convolutions
+from kgopt.rewrite.gradients import training
+from kgopt.rewrite.measure import clocks, verdicts
 
 
 class Net(nn.Module):

@@ -1,4 +1,4 @@
-"""What compiled code computes itself where ATen has a slow kernel (rewrite/decomposed.py)."""
+"""What compiled code computes itself where ATen has a slow kernel (rewrite/inductor/decomposed.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kgopt.rewrite.decomposed import DECOMPOSITIONS
+from kgopt.rewrite.inductor.decomposed import DECOMPOSITIONS
 
 ATEN = torch.ops.aten
 PADS = {

@@ -1,4 +1,4 @@
-"""Linear upsampling to twice the size in captured graphs: torch.compile(backend="kgopt"), rewrite/doubled_graphs.py."""
+"""Linear upsampling to twice the size in captured graphs, for backend="kgopt": rewrite/captured/passes/doubled.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from fake_graphs import captured, needs_cuda_build
-from kgopt.rewrite import backend, clocks, contest, doubled_graphs
-from kgopt.rewrite.resampled_graphs import resampled
+from kgopt.rewrite import backend
+from kgopt.rewrite.captured import contest, passes
+from kgopt.rewrite.captured.passes.resampled import resampled
+from kgopt.rewrite.measure import clocks
 from kgopt.torch_private import compile_graph
 from test_contest import clock as contest_clock  # noqa: F401 (a fixture)
 from tolerances import assert_as_good_as_torch
@@ -108,7 +110,7 @@ def run(function, *args, dynamic=False, grad=False):
     calls = []
 
     def rewrite(graph, example_inputs):
-        doubled_graphs.swap(graph, None)
+        passes.doubled.swap(graph, None)
         graph.graph.lint()
         graph.recompile()
         calls.extend(node for node in graph.graph.nodes if node.target is OP)
@@ -223,7 +225,7 @@ def test_autocast_upsamples_in_float32(wide):
     torch.set_autocast_enabled("cuda", True)
     try:
         traced = captured(lambda x, s: F.interpolate(x, scale_factor=2, mode="trilinear") + s, mode, x, s)
-        assert doubled_graphs.swap(traced, None) == ["interpolate"]
+        assert passes.doubled.swap(traced, None) == ["interpolate"]
     finally:
         torch.set_autocast_enabled("cuda", enabled)
     traced.graph.lint()

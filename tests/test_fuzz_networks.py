@@ -99,7 +99,7 @@ def test_drawn_networks_do_what_they_did_on_the_gpu(name, count):
 
 def wrong(monkeypatch):
     """kgopt forgets the activation behind a norm."""
-    from kgopt.rewrite import sites
+    from kgopt.rewrite.norms import sites
 
     right = sites.Site.run
 

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import clocks, race, whole
-from kgopt.rewrite.graphs import calls as graph_calls
-from kgopt.rewrite.graphs import effects, keys, machine
-from kgopt.rewrite.graphs.stamp import Stamp
+from kgopt.rewrite.cuda_graphs import calls as graph_calls
+from kgopt.rewrite.cuda_graphs import effects, keys, machine
+from kgopt.rewrite.cuda_graphs.stamp import Stamp
+from kgopt.rewrite.measure import clocks
+from kgopt.rewrite.model import race, whole
 
 
 class FakeLane:

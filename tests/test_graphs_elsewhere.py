@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_graphs import captured, needs_cuda_build
 from kgopt.rewrite import backend
-from kgopt.rewrite.captured import may_measure
+from kgopt.rewrite.captured.values import may_measure
 
 
 def norm(x, w, k):

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import clocks
-from kgopt.rewrite.graphs import calls, keys
-from kgopt.rewrite.graphs.recording import Recording
+from kgopt.rewrite.cuda_graphs import calls, keys
+from kgopt.rewrite.cuda_graphs.recording import Recording
+from kgopt.rewrite.measure import clocks
 from optimize_models import randomized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_is_timed_in_a_capture")]

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import graphs
-from kgopt.rewrite.graphs import machine
-from kgopt.rewrite.graphs.outside import Listener, Outside
+from kgopt.rewrite import cuda_graphs
+from kgopt.rewrite.cuda_graphs import machine
+from kgopt.rewrite.cuda_graphs.outside import Listener, Outside
 from test_graphs import Fake
 
 FACTOR = 2.0
@@ -232,11 +232,11 @@ def test_code_that_writes_outside_is_not_recorded(effect, fake):
 )
 def test_auto_leaves_code_alone_that_prints_or_asks_for_the_time(effect, fake):
     model = Counting(effect).eval()
-    state = graphs.Graphs("auto")
+    state = cuda_graphs.Graphs("auto")
     state.call(Counting.forward, model, (x_of(),), {}, seen=True)
     assert fake.recorded == 0
     assert "it calls" in state.text()
-    graphs.Graphs(True).call(Counting.forward, model, (x_of(),), {}, seen=True)
+    cuda_graphs.Graphs(True).call(Counting.forward, model, (x_of(),), {}, seen=True)
     assert fake.recorded == 1
 
 

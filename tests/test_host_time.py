@@ -13,7 +13,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import kgopt
-from kgopt.rewrite import classes, known, sites, training, watching
+from kgopt.rewrite.gradients import training
+from kgopt.rewrite.norms import sites
+from kgopt.rewrite.optimized import classes, known
+from kgopt.rewrite.pytorch import watching
 
 PACKAGE = str(Path(kgopt.__file__).parent)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import kgopt
 from kgopt._layout import FORMATS
-from kgopt.rewrite import layout
+from kgopt.rewrite.model import layout
 
 OPS = torch.ops.kgopt
 SHAPES = [

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from kgopt._layout import FORMATS, is_dense_channels_last
-from kgopt.rewrite import classes, joins, known, training
+from kgopt.rewrite.gradients import joins, training
+from kgopt.rewrite.optimized import classes, known
 
 
 def _tensors(dtype, sizes=(16, 32, 8), rank=5, seed=0):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import kgopt
-from kgopt.rewrite import recompute
+from kgopt.rewrite.gradients import recompute
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "live_memory.py"
 _spec = importlib.util.spec_from_file_location("live_memory", SCRIPT)

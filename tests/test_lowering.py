@@ -1,4 +1,4 @@
-"""Memory formats in code that Inductor compiles (kgopt/rewrite/lowering.py)."""
+"""Memory formats in code that Inductor compiles (kgopt/rewrite/inductor/lowering.py)."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ from torch._subclasses import FakeTensorMode
 
 import kgopt.rewrite.backend as backend
 from fake_graphs import captured, needs_cuda_build
-from kgopt.rewrite import contest, policy
-from kgopt.rewrite.captured import value
+from kgopt.rewrite.captured import contest
+from kgopt.rewrite.captured.values import value
+from kgopt.rewrite.measure import policy
 from tolerances import assert_as_good_as_torch
 
 C, Z = 8, 3

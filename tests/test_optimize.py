@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import clocks, measuring, watching
+from kgopt.rewrite.measure import clocks, measuring
+from kgopt.rewrite.pytorch import watching
 from tolerances import assert_as_good_as_torch
 
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import meanings, originals
+from kgopt.rewrite.chains import meanings
+from kgopt.rewrite.pytorch import originals
 from optimize_models import randomized, rewritten
 
 # Module, and the act that stands for it.

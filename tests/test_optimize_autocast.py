@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kgopt
 from kgopt._layout import is_dense_channels_last
-from kgopt.rewrite import layout, modules, sites
+from kgopt.rewrite.chains import modules
 from kgopt.rewrite.glue.heads import FollowedSite
+from kgopt.rewrite.model import layout
+from kgopt.rewrite.norms import sites
 
 
 class Block(nn.Module):

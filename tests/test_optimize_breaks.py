@@ -172,7 +172,7 @@ def test_a_model_that_is_set_up_again():
     """``model.__init__(...)`` of an optimized model gives new layers, which nothing that it knew is about."""
     model, _ = pair(Configured, channels_last=True)
     model.__init__()
-    assert kgopt.rewrite.disguise.original_class(model) is None
+    assert kgopt.rewrite.optimized.disguise.original_class(model) is None
     model(image())
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import carry, glue
+from kgopt.rewrite import glue
 from kgopt.rewrite.glue import heads, plans
+from kgopt.rewrite.norms import carry
 from optimize_pairs import all_faster
 
 
@@ -104,7 +105,7 @@ class Chain(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("between", [None, lambda h: h.mul_(2).add_(1)], ids=["nothing", "in place"])
 def test_moments_reach_the_norm_behind(between, dtype, monkeypatch):
-    from kgopt.rewrite import sites
+    from kgopt.rewrite.norms import sites
 
     torch.manual_seed(0)
     original = Chain(between).cuda().to(dtype).eval()

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import casts, recompute
+from kgopt.rewrite.gradients import casts, recompute
 from kgopt.torch_private import missing
 
 pytestmark = pytest.mark.skipif(

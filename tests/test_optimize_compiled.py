@@ -15,8 +15,8 @@ from torch._dynamo.backends.debugging import aot_eager
 import kgopt
 import optimize_models as models
 from kgopt.rewrite import glue
+from kgopt.rewrite.chains.meanings import activation_of, conv_of
 from kgopt.rewrite.glue import search
-from kgopt.rewrite.meanings import activation_of, conv_of
 from modulated_models import C, Diffusers, E
 from tolerances import assert_as_good_as_torch
 

@@ -11,8 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import clocks, convolved, glue, known, sums, whole
+from kgopt.rewrite import glue
 from kgopt.rewrite.glue import plans, search
+from kgopt.rewrite.measure import clocks
+from kgopt.rewrite.model import convolved, whole
+from kgopt.rewrite.optimized import known
+from kgopt.rewrite.waiting import sums
 from optimize_pairs import all_faster
 
 

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kgopt
 from fake_graphs import needs_cuda_build
-from kgopt.rewrite import known, layout, whole
+from kgopt.rewrite.model import layout, whole
+from kgopt.rewrite.optimized import known
 from optimize_pairs import all_faster
 
 
@@ -196,7 +197,7 @@ class Rising(nn.Module):
 
 
 def test_a_verdict_in_the_models_format_holds_for_sums_too(monkeypatch):
-    from kgopt.rewrite import sums
+    from kgopt.rewrite.waiting import sums
 
     torch.manual_seed(0)
     model = Rising().eval()

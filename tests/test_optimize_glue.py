@@ -13,9 +13,13 @@ from torch import nn
 
 import kgopt
 from kgopt import accuracy
-from kgopt.rewrite import between, classes, clocks, convolved, glue, known, layout, measuring, policy, watching, whole
-from kgopt.rewrite.disguise import original_class
+from kgopt.rewrite import glue
 from kgopt.rewrite.glue import plans, search
+from kgopt.rewrite.measure import clocks, measuring, policy
+from kgopt.rewrite.model import between, convolved, layout, whole
+from kgopt.rewrite.optimized import classes, known
+from kgopt.rewrite.optimized.disguise import original_class
+from kgopt.rewrite.pytorch import watching
 from optimize_pairs import all_faster
 from shapes import make
 from test_optimize import assert_same_results, ops_of, optimized

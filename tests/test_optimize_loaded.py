@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import training
+from kgopt.rewrite.gradients import training
 from optimize_pairs import all_faster
 
 SOURCE = """

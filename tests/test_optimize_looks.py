@@ -16,7 +16,9 @@ from torch import nn
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import classes, glue, training
+from kgopt.rewrite import glue
+from kgopt.rewrite.gradients import training
+from kgopt.rewrite.optimized import classes
 from test_optimize import ops_of
 
 C = models.C

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import sites
+from kgopt.rewrite.norms import sites
 from optimize_pairs import pair
 from tolerances import assert_as_good_as_torch
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import kgopt
 import optimize_pairs
-from kgopt.rewrite import sites
+from kgopt.rewrite.norms import sites
 from modulated_models import (
     APART,
     FUSED,

@@ -11,7 +11,7 @@ from torch.nn.functional import group_norm as by_another_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kgopt
-from kgopt.rewrite import sites
+from kgopt.rewrite.norms import sites
 from optimize_pairs import check, pair
 
 

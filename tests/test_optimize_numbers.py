@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite.meanings import CLAMP_STOPS
+from kgopt.rewrite.chains.meanings import CLAMP_STOPS
 from optimize_pairs import check, check_compiled, pair, results
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import kgopt
-from kgopt.rewrite.source.names import counters
+from kgopt.rewrite.source.syntax.names import counters
 from optimize_pairs import check, check_compiled, pair
 
 

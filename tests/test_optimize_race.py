@@ -12,9 +12,11 @@ from torch import nn
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import clocks, glue, layout, measuring, race, whole
+from kgopt.rewrite import glue
 from kgopt.rewrite.glue import search
-from kgopt.rewrite.transaction import LOCK
+from kgopt.rewrite.measure import clocks, measuring
+from kgopt.rewrite.model import layout, race, whole
+from kgopt.rewrite.optimized.transaction import LOCK
 
 TIME_BOTH = clocks.time_both
 
@@ -50,7 +52,7 @@ def clock(monkeypatch):
 
 def made(model):
     """How many of its modules are kgopt's."""
-    return sum(isinstance(m, kgopt.rewrite.disguise.Optimized) for m in model.modules())
+    return sum(isinstance(m, kgopt.rewrite.optimized.disguise.Optimized) for m in model.modules())
 
 
 def test_a_slower_model_becomes_what_it_was(device, clock):

@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import clocks, measuring, race, recompute
+from kgopt.rewrite.gradients import recompute
+from kgopt.rewrite.measure import clocks, measuring
+from kgopt.rewrite.model import race
 from tolerances import assert_all_as_good
 
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import recompute
+from kgopt.rewrite.gradients import recompute
 from kgopt.torch_private import missing
 
 pytestmark = [

@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import joins, known, recompute, training
+from kgopt.rewrite.gradients import joins, recompute, training
+from kgopt.rewrite.optimized import known
 
 pytestmark = pytest.mark.skipif(
     not recompute.may_hook_saved_tensors(), reason="needs names of torch that are hidden here"

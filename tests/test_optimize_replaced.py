@@ -16,8 +16,8 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import kgopt
 from kgopt import torch_private
-from kgopt.rewrite import originals
 from kgopt.rewrite.backend import rewrite_graph
+from kgopt.rewrite.pytorch import originals
 from optimize_pairs import all_faster
 from replaced_ways import MODELS, WAYS, make
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import glue, sums
+from kgopt.rewrite import glue
+from kgopt.rewrite.waiting import sums
 from optimize_pairs import all_faster
 
 

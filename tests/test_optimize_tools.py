@@ -16,7 +16,7 @@ from torch import nn
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import clocks
+from kgopt.rewrite.measure import clocks
 from optimize_models import FUSED
 from test_optimize import assert_same_results, ops_of, optimized, run
 

@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import between, classes, clocks, known, measuring, timed, training, whole
+from kgopt.rewrite.gradients import training
+from kgopt.rewrite.measure import clocks, measuring
+from kgopt.rewrite.model import between, timed, whole
+from kgopt.rewrite.optimized import classes, known
 
 
 class Model(nn.Module):

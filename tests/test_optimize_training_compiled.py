@@ -14,7 +14,8 @@ from torch import nn
 import kgopt
 import optimize_models as models
 from kgopt import accuracy
-from kgopt.rewrite import joins, training, verdicts
+from kgopt.rewrite.gradients import joins, training
+from kgopt.rewrite.measure import verdicts
 
 LAST = torch.channels_last_3d
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite import training
+from kgopt.rewrite.gradients import training
 from optimize_models import FUSED
 from test_optimize import optimized
 from test_optimize_training import made_ours

@@ -16,8 +16,12 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import clocks, fingerprint, glue, known, layout, policy, timed, training, verdicts, whole
+from kgopt.rewrite import glue
 from kgopt.rewrite.glue import search
+from kgopt.rewrite.gradients import training
+from kgopt.rewrite.measure import clocks, fingerprint, policy, verdicts
+from kgopt.rewrite.model import layout, timed, whole
+from kgopt.rewrite.optimized import known
 
 CPU = torch.device("cpu")
 
@@ -145,7 +149,7 @@ def test_a_full_folder_loses_the_oldest(tmp_path, monkeypatch):
 
 _TWO_PROCESSES = """
 import sys, threading
-from kgopt.rewrite import verdicts
+from kgopt.rewrite.measure import verdicts
 store = verdicts.Store()
 store.attach(sys.argv[1])
 sys.stdin.readline()
@@ -172,7 +176,7 @@ def test_processes_agree(tmp_path):
 
 _VARIABLE = """
 import torch, kgopt
-from kgopt.rewrite import clocks, verdicts
+from kgopt.rewrite.measure import clocks, verdicts
 clocks.time_both = lambda first, second, device: ({before}, 1.0)
 model = kgopt.optimize(torch.nn.Sequential(torch.nn.GroupNorm(2, 4), torch.nn.SiLU()))
 model(torch.zeros(2, 4, 5))

@@ -11,7 +11,7 @@ from torch import nn
 
 import kgopt
 import optimize_models as models
-from kgopt.rewrite.interpret import recognize
+from kgopt.rewrite.formulas.interpret import recognize
 from tolerances import assert_as_good_as_torch
 
 C = 8

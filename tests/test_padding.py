@@ -16,8 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 import kgopt
 from kgopt import accuracy
 from kgopt._layout import FORMATS, is_dense_channels_last
-from kgopt.rewrite import padding, watching
-from kgopt.rewrite.disguise import original_class
+from kgopt.rewrite.optimized.disguise import original_class
+from kgopt.rewrite.pytorch import watching
+from kgopt.rewrite.waiting import padding
 
 layouts = pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
 

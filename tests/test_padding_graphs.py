@@ -1,4 +1,4 @@
-"""Zero padding in front of a convolution in captured graphs (rewrite/padded_graphs.py)."""
+"""Zero padding in front of a convolution in captured graphs (rewrite/captured/passes/padded.py)."""
 
 from __future__ import annotations
 

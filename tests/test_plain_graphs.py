@@ -1,4 +1,4 @@
-"""Casts in captured graphs (rewrite/plain_graphs.py): left out, or part of a norm that computes in float32."""
+"""Casts in captured graphs (rewrite/captured/passes/plain.py): left out, or part of a norm that computes in float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kgopt.rewrite import backend, plain_graphs
+from kgopt.rewrite import backend
+from kgopt.rewrite.captured import passes
 
 
 class Norm32(nn.GroupNorm):
@@ -168,7 +169,7 @@ def test_what_stays_pytorchs_is_written_as_it_was(monkeypatch):
     (graph,) = seen
     targets = [node.target for node in graph.graph.nodes]
     assert F.group_norm in targets
-    assert plain_graphs.group_norm_in_float32 not in targets
+    assert passes.plain.group_norm_in_float32 not in targets
 
 
 def test_replaced_methods_are_the_users(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import convolutions
+from kgopt.rewrite.captured.passes import convolutions
 
 SIZE = 12
 

@@ -1,4 +1,4 @@
-"""Compiled functions that are replayed as CUDA graphs (rewrite/replayed.py). A fake of the GPU replays by calling."""
+"""Compiled functions that are replayed as CUDA graphs (cuda_graphs/replayed.py). A fake GPU replays by calling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kgopt.rewrite import backend
-from kgopt.rewrite.graphs import machine
+from kgopt.rewrite.cuda_graphs import machine
 from test_graphs import Fake
 
 

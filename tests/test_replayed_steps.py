@@ -1,4 +1,4 @@
-"""Training steps of compiled functions that are replayed (rewrite/replayed_steps.py), beside those of eager mode."""
+"""Training steps of compiled functions, replayed (cuda_graphs/replayed_steps.py), beside those of eager mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kgopt.rewrite.graphs import machine
+from kgopt.rewrite.cuda_graphs import machine
 from test_graphs import FakeLane
 from test_replayed import compiled, fake  # noqa: F401
 

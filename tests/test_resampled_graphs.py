@@ -1,4 +1,4 @@
-"""Gradients of resampling in captured graphs (rewrite/resampled_graphs.py), beside those of eager PyTorch."""
+"""Gradients of resampling in captured graphs (rewrite/captured/passes/resampled.py), beside those of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from kgopt.rewrite import resampled_graphs
-from kgopt.rewrite.resampled_graphs import resampled
+from kgopt.rewrite.captured import passes
+from kgopt.rewrite.captured.passes.resampled import resampled
 
 MODES = [("nearest", 1), ("nearest", 2), ("nearest-exact", 3), ("linear", 1), ("bilinear", 2), ("trilinear", 3)]
 
@@ -20,7 +20,7 @@ def taken(x, *args, **kwargs):
     """What a call of F.interpolate becomes; None: it stays."""
     node = fx.Graph().placeholder("x")
     node.meta["example_value"] = x
-    return resampled_graphs._arguments(node, *args, **kwargs)
+    return passes.resampled._arguments(node, *args, **kwargs)
 
 
 def drawn(mode, rank, seed):
@@ -99,7 +99,7 @@ def test_what_stays(call):
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 191])
 def test_a_position_of_what_is_doubled_has_four_terms(size, align_corners):
     """Counted by the ratio of the last positions there were five with ``align_corners``."""
-    plan = resampled_graphs.along("bilinear", align_corners, size, 2 * size, None)
+    plan = passes.resampled.along("bilinear", align_corners, size, 2 * size, None)
     assert plan.terms <= 4
     assert plan.begin(0) >= 0
 
@@ -108,14 +108,14 @@ def test_a_position_of_what_is_doubled_has_four_terms(size, align_corners):
 @pytest.mark.parametrize("factor", [2.0, 3.0, 4.0, 5.0])
 def test_constant_weights(size, factor):
     """Linear by a whole factor: the weights that are computed from each position, the ends included."""
-    plan = resampled_graphs.along("bilinear", False, size, int(size * factor), factor)
+    plan = passes.resampled.along("bilinear", False, size, int(size * factor), factor)
     assert plan.is_regular
     position = torch.arange(size)
     for k in range(plan.first, plan.first + plan.terms):
         result = plan.begin(position) + k
         inside = (result >= 0) & (result < plan.results)
-        expected = torch.where(inside, resampled_graphs._weight(plan, position, result, torch.float64), 0)
-        got = resampled_graphs._constant_weight(plan, position, k, torch.float64)
+        expected = torch.where(inside, passes.resampled._weight(plan, position, result, torch.float64), 0)
+        got = passes.resampled._constant_weight(plan, position, k, torch.float64)
         got = got if isinstance(got, torch.Tensor) else torch.full_like(expected, got)
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
@@ -125,14 +125,14 @@ def test_constant_weights(size, factor):
 def test_formats(sizes, align_corners):
     """The sums are the same however the gradient lies, or will lie."""
     mode, half = ("bilinear", "trilinear")[len(sizes) - 2], [s // 2 for s in sizes]
-    plans = [resampled_graphs.along(mode, align_corners, *pair, None) for pair in zip(half, sizes, strict=True)]
+    plans = [passes.resampled.along(mode, align_corners, *pair, None) for pair in zip(half, sizes, strict=True)]
     dy = torch.randn(2, 3, *sizes, dtype=torch.float64)
-    expected = resampled_graphs.gathered(dy, plans)
+    expected = passes.resampled.gathered(dy, plans)
     last = dy.contiguous(memory_format=(torch.channels_last, torch.channels_last_3d)[len(sizes) - 2])
-    for got in (resampled_graphs.gathered(dy, plans, last=True), resampled_graphs.gathered(last, plans)):
+    for got in (passes.resampled.gathered(dy, plans, last=True), passes.resampled.gathered(last, plans)):
         torch.testing.assert_close(got, expected)
     assert expected.is_contiguous()
-    assert resampled_graphs.gathered(last, plans).movedim(1, -1).is_contiguous()
+    assert passes.resampled.gathered(last, plans).movedim(1, -1).is_contiguous()
 
 
 @pytest.mark.gpu
@@ -145,15 +145,15 @@ def test_passes_over_memory(rank, last, align_corners):
 
     torch._dynamo.reset()
     mode, size = ("bilinear", "trilinear")[rank - 2], 32
-    plans = [resampled_graphs.along(mode, align_corners, size, 2 * size, None)] * rank
+    plans = [passes.resampled.along(mode, align_corners, size, 2 * size, None)] * rank
     dy = torch.randn(2, 16, *[2 * size] * rank, device="cuda", dtype=torch.bfloat16)
     if last:
         dy = dy.contiguous(memory_format=(torch.channels_last, torch.channels_last_3d)[rank - 2])
-    run = torch.compile(lambda dy: resampled_graphs.gathered(dy, plans), dynamic=False)
+    run = torch.compile(lambda dy: passes.resampled.gathered(dy, plans), dynamic=False)
     dx, (code,) = run_and_get_code(run, dy)
     assert code.count("@triton.jit") == rank - 1
     assert "YBLOCK" not in code
-    exact = resampled_graphs.gathered(dy.double(), plans)
+    exact = passes.resampled.gathered(dy.double(), plans)
     torch.testing.assert_close(dx.double(), exact, rtol=1e-2, atol=1e-2)
 
 
@@ -209,7 +209,7 @@ def test_inference_and_unknown_sizes_stay():
         found = []
 
         def note(graph, inputs):
-            found.extend(resampled_graphs.swap(graph, True))
+            found.extend(passes.resampled.swap(graph, True))
             return graph
 
         torch._dynamo.reset()

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 import kgopt
-from kgopt.rewrite import glue, known, policy, training
-from kgopt.rewrite.source import code
+from kgopt.rewrite import glue
+from kgopt.rewrite.gradients import training
+from kgopt.rewrite.measure import policy
+from kgopt.rewrite.optimized import known
+from kgopt.rewrite.source.syntax import code
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "soak.py"
 SMALL = ("--device", "cpu", "--width", "4", "--largest", "8", "--calls", "150", "--warm", "50")

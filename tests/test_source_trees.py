@@ -11,7 +11,7 @@ from torch import nn
 
 import kgopt
 from kgopt.rewrite import source
-from kgopt.rewrite.source import names
+from kgopt.rewrite.source.syntax import names
 
 
 @pytest.mark.parametrize("module", [torch.nn.functional, torch.nn.modules.rnn, source, ast], ids=lambda m: m.__name__)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import spared
+from kgopt.rewrite.norms import spared
 
 FORMATS = ("contiguous", "channels_last", "transposed")
 

@@ -1,4 +1,4 @@
-"""Depthwise convolutions of one tap in captured graphs as products (rewrite/tapped_graphs.py)."""
+"""Depthwise convolutions of one tap in captured graphs as products (rewrite/captured/passes/tapped.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_graphs import captured, needs_cuda_build
 from kgopt import accuracy
-from kgopt.rewrite import backend, tapped_graphs, whole_graphs
+from kgopt.rewrite import backend
+from kgopt.rewrite.captured import passes, whole_graphs
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -247,7 +248,7 @@ def test_on_a_gpu_it_is_the_default(last, dtype, grad, monkeypatch):
         w = torch.empty(8, 1, 1, 1, device="cuda", dtype=dtype, requires_grad=grad)
         graph = captured(function, mode, x.requires_grad_(grad), w)
         before = next(n.meta["example_value"] for n in graph.graph.nodes if n.target is torch.conv2d)
-        assert tapped_graphs.swap(graph, always=False) == ["conv2d"]
+        assert passes.tapped.swap(graph, always=False) == ["conv2d"]
         graph.graph.lint()
         after = list(graph.graph.nodes)[-2].args[0].meta["example_value"]
         assert (after.shape, after.stride(), after.dtype) == (before.shape, before.stride(), before.dtype)

@@ -1,4 +1,4 @@
-"""Biases in front of instance norms in captured graphs (rewrite/unbiased_graphs.py), beside eager PyTorch's."""
+"""Biases in front of instance norms in captured graphs (captured/passes/unbiased.py), beside eager PyTorch's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fake_graphs import captured, needs_cuda_build
 from kgopt import accuracy
-from kgopt.rewrite import backend, unbiased_graphs
+from kgopt.rewrite import backend
+from kgopt.rewrite.captured import passes
 from test_tapped_graphs import results
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
@@ -252,7 +253,7 @@ def test_what_somebody_replaced_stays(monkeypatch):
     graph = torch.fx.symbolic_trace(lambda x, w, b: F.instance_norm(F.conv2d(x, w, b)))
     with FakeTensorMode() as mode:
         made = captured(graph, mode, torch.empty(2, 4, 9, 8), torch.empty(6, 4, 3, 3), torch.empty(6))
-    assert unbiased_graphs.leave_out(made, always=True) == []
+    assert passes.unbiased.leave_out(made, always=True) == []
 
 
 @needs_cuda_build
@@ -268,7 +269,7 @@ def test_on_a_gpu_it_is_the_default(dtype, grad, monkeypatch):
         given = (2, 4, 7, 8), (6, 4, 3, 3), (6,), (6,)
         tensors = [torch.empty(sizes, device="cuda", dtype=dtype, requires_grad=grad) for sizes in given]
         graph = captured(function, mode, *tensors)
-        assert unbiased_graphs.leave_out(graph, always=False) == ["conv2d"]
+        assert passes.unbiased.leave_out(graph, always=False) == ["conv2d"]
         graph.graph.lint()
         graph.recompile()
         y = graph(*tensors)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import clocks, glue
+from kgopt.rewrite import glue
 from kgopt.rewrite.glue import calls, kernels, later, plans, search
+from kgopt.rewrite.measure import clocks
 from optimize_pairs import all_faster
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -1,4 +1,4 @@
-"""Nearest upsampling and the convolution behind it in graphs that Dynamo captured (rewrite/upsampled_graphs.py)."""
+"""Nearest upsampling and the convolution behind it in captured graphs (rewrite/captured/passes/upsampled.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kgopt.rewrite import backend, upsampled_graphs
+from kgopt.rewrite import backend
+from kgopt.rewrite.captured import passes
 
 
 class Up(nn.Module):
@@ -146,8 +147,8 @@ def test_measured(faster, monkeypatch):
         torch.testing.assert_close(folded, apart(), rtol=1e-3, atol=1e-3)
         return "folded_aten" if faster else ""
 
-    monkeypatch.setattr(upsampled_graphs.search, "verdict", verdict)
-    monkeypatch.setattr(upsampled_graphs, "may_measure", lambda device: True)
+    monkeypatch.setattr(passes.upsampled.search, "verdict", verdict)
+    monkeypatch.setattr(passes.upsampled, "may_measure", lambda device: True)
     model, x = Up().eval(), torch.randn(2, 4, 7, 9)
 
     def rewrite(graph, example_inputs):

@@ -1,4 +1,4 @@
-"""Weights of convolutions in channels_last in code that Inductor compiles (kgopt/rewrite/weights.py)."""
+"""Weights of convolutions in channels_last in code that Inductor compiles (kgopt/rewrite/inductor/weights.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import fx, nn
 
 import kgopt  # noqa: F401
 from kgopt._layout import FORMATS
-from kgopt.rewrite import weights
+from kgopt.rewrite.inductor import weights
 
 ATEN, OPS = torch.ops.aten, torch.ops.kgopt
 CAST = torch.ops.prims.convert_element_type.default

@@ -1,4 +1,4 @@
-"""Captured graphs that stay as they came, which is faster as a whole (rewrite/whole_graphs.py)."""
+"""Captured graphs that stay as they came, which is faster as a whole (rewrite/captured/whole_graphs.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from fake_graphs import needs_cuda_build
-from kgopt.rewrite import backend, clocks, policy, verdicts, whole_graphs
-from kgopt.rewrite.graphs import machine
+from kgopt.rewrite import backend
+from kgopt.rewrite.captured import whole_graphs
+from kgopt.rewrite.cuda_graphs import machine
+from kgopt.rewrite.measure import clocks, policy, verdicts
 from kgopt.torch_private import compile_graph
 from test_graphs import Fake
 

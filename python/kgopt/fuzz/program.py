@@ -111,7 +111,7 @@ def _optimize(case: Json, device: str) -> list[str]:
         place = "" if device == "cpu" else f', device="{device}"'
         example = f", torch.randn({shape}, dtype=torch.{case['dtype']}{place})"
         slack = "0" if case.get("slower") else 'float("inf")'
-        lines += ["from kgopt.rewrite import race", "", f"race.SLACK = {slack}"]
+        lines += ["from kgopt.rewrite.model import race", "", f"race.SLACK = {slack}"]
     lines.append(f"model.train({case['optimized_in'] == 'train'})")
     lines += _hooks(case, False)
     indent = ""

@@ -20,7 +20,7 @@ from kgopt.fuzz.comparison import Comparison, DifferenceError, error_text
 from kgopt.fuzz.drawn_model import input_of, network_class, randomized
 from kgopt.fuzz.judge import same_bits
 from kgopt.fuzz.recording import DTYPES, Run, Seen, autocast_of, in_channels_last, unchanged
-from kgopt.rewrite import race
+from kgopt.rewrite.model import race
 from kgopt.torch_private import compile_eagerly
 
 __all__ = ["check_network"]

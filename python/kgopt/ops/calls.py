@@ -358,7 +358,7 @@ def install() -> None:
         if op.twin is not None:
             _public(op, op.twin)
     for name in RECORDS:
-        overload(name).below = without_grad(name)  # for code that compilers write: rewrite/lowering.py
+        overload(name).below = without_grad(name)  # for code that compilers write: rewrite/inductor/lowering.py
 
 
 def set_autocast(name: str, device: str, kernel: Callable[..., Any]) -> None:

@@ -1,7 +1,7 @@
 """kgopt.optimize, kgopt.restore, kgopt.report: in which order all that happens.
 
-The front ends say what a module's class becomes, :mod:`~kgopt.rewrite.whole` and :mod:`~kgopt.rewrite.race` what the
-whole model decides, and all of it goes into the report.
+The front ends say what a module's class becomes, :mod:`~kgopt.rewrite.model.whole` and :mod:`~kgopt.rewrite.model.race`
+what the whole model decides, and all of it goes into the report.
 """
 
 from __future__ import annotations
@@ -15,20 +15,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from kgopt.rewrite import casts, channel_norms, classes, graphs, known, layout, norms, race, sequential, source
-from kgopt.rewrite import recompute as forgetful
-from kgopt.rewrite.chain import CHANNELS, Chain
-from kgopt.rewrite.disguise import original_class
-from kgopt.rewrite.modules import runs_like_sequential
-from kgopt.rewrite.norms import NORMS
-from kgopt.rewrite.policy import SiteState
-from kgopt.rewrite.reporting import Report, SiteRow
-from kgopt.rewrite.roles import child_at
-from kgopt.rewrite.timed import arguments_of
-from kgopt.rewrite.transaction import LOCK, all_or_nothing
-from kgopt.rewrite.verdicts import store
-from kgopt.rewrite.watching import is_captured, is_hooked
-from kgopt.rewrite.whole import Whole
+from kgopt.rewrite import cuda_graphs, source
+from kgopt.rewrite.chains.chain import CHANNELS, Chain
+from kgopt.rewrite.chains.modules import runs_like_sequential
+from kgopt.rewrite.chains.roles import child_at
+from kgopt.rewrite.gradients import casts
+from kgopt.rewrite.gradients import recompute as forgetful
+from kgopt.rewrite.measure.policy import SiteState
+from kgopt.rewrite.measure.reporting import Report, SiteRow
+from kgopt.rewrite.measure.verdicts import store
+from kgopt.rewrite.model import layout, race
+from kgopt.rewrite.model.timed import arguments_of
+from kgopt.rewrite.model.whole import Whole
+from kgopt.rewrite.norms import channel_norms, torch_norms
+from kgopt.rewrite.norms.torch_norms import NORMS
+from kgopt.rewrite.optimized import classes, known
+from kgopt.rewrite.optimized.disguise import original_class
+from kgopt.rewrite.optimized.transaction import LOCK, all_or_nothing
+from kgopt.rewrite.pytorch.watching import is_captured, is_hooked
+from kgopt.rewrite.source import sequential
 from kgopt.torch_private import MODULES_ARE_KNOWN
 
 
@@ -104,7 +109,7 @@ def optimize(
         store.attach(verdicts)
     was_on = layout.is_on(root)
     with LOCK, all_or_nothing(root, lambda: layout.set_layout(root, was_on)):
-        graphs.set_mode(root, False)  # of an earlier call: what they hold is about to change
+        cuda_graphs.set_mode(root, False)  # of an earlier call: what they hold is about to change
         whole = _optimize(root, example_inputs, channels_last, sites, exclude, measure, bool(cuda_graph))
         found = known.get(root, "report")
         found.recompute = casts.set_mode(root, bool(recompute))
@@ -168,15 +173,15 @@ def _record(
     found.graph = ""
     arguments = None if example_inputs is None else arguments_of(example_inputs)
     auto = cuda_graph == "auto"
-    if not cuda_graph or (auto and not (measure and arguments is not None and graphs.may_pay(root, arguments))):
+    if not cuda_graph or (auto and not (measure and arguments is not None and cuda_graphs.may_pay(root, arguments))):
         return 0.0
-    failed = graphs.set_mode(root, cuda_graph)
+    failed = cuda_graphs.set_mode(root, cuda_graph)
     if failed:
         found.graph = f"none: {failed}"
     elif auto and whole is not None and arguments is not None:
         return race.choose_graph(whole, root, found, *arguments, times)
     elif arguments is not None:
-        graphs.record(root, *arguments)
+        cuda_graphs.record(root, *arguments)
     return 0.0
 
 
@@ -206,7 +211,7 @@ def report_of(model: nn.Module) -> Report:
         raise ValueError(f"this {type(root).__name__} was not optimized: call kgopt.optimize(model) first")
     modules = dict(root.named_modules())
     rows = [_measured_row(row, modules.get(row.path)) for row in found.sites]
-    graph = graphs.text_of(root)
+    graph = cuda_graphs.text_of(root)
     graph = found.graph if graph is None else graph
     count = sum(bool(known.get(m, "pads")) for m in root.modules())
     padding = f"of {count} module{'s' * (count > 1)} waits for the convolution behind it" if count else ""
@@ -291,15 +296,15 @@ def _swap(
         if known.get(module, "site") is not None:
             continue  # from an earlier call
         kind = "GroupNorm" if isinstance(module, nn.GroupNorm) else type(module).__name__
-        recipe: tuple[Any, ...] = norms.RECIPE
+        recipe: tuple[Any, ...] = torch_norms.RECIPE
         reason = refuse(path)
-        if not reason and type(module) not in norms.LEAVES:
+        if not reason and type(module) not in torch_norms.LEAVES:
             recipe, reason = source.derived.recipe_of(module)
-        reason = reason or norms.leaf_reason(module)
+        reason = reason or torch_norms.leaf_reason(module)
         if not reason:
             reason = classes.give(module, type(module), recipe, site=SiteState(measure=measure))
         rows[id(module)] = SiteRow(path, kind, "" if reason else "group_norm", reason)
-        if not reason and recipe is not norms.RECIPE:
+        if not reason and recipe is not torch_norms.RECIPE:
             rows[id(module)].fill(source.derived.chain_of(module))
     _swap_channel_norms(modules, rows, refuse, measure)
     analyses = source.Analyses()
@@ -309,7 +314,7 @@ def _swap(
             _rewrite_parent(path, module, rows, bool(excluded(path)), calls, analyses)
     for _, module in modules:
         if id(module) in rows and is_hooked(module) and not rows[id(module)].reason:
-            rows[id(module)].reason = norms.hook_reason(module)
+            rows[id(module)].reason = torch_norms.hook_reason(module)
     return list(rows.values())
 
 

@@ -19,37 +19,26 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from kgopt._layout import is_dense_channels_last
 from kgopt._scale_shift import fits
-from kgopt.rewrite import (
-    convolutions,
-    doubled_graphs,
-    emit,
-    functional_norms,
-    mapped_graphs,
-    originals,
-    padded_graphs,
-    plain_graphs,
-    policy,
-    resampled_graphs,
-    tapped_graphs,
-    unbiased_graphs,
-    upsampled_graphs,
-    weights,
-    whole_graphs,
-)
-from kgopt.rewrite.autocast_graphs import half_precision, say_half
-from kgopt.rewrite.captured import uses_autocast, value
-from kgopt.rewrite.chain import PRELU, Chain
-from kgopt.rewrite.contest import Contest, convolves
-from kgopt.rewrite.decomposed import DECOMPOSITIONS
-from kgopt.rewrite.emit import ConvArgs, NormArgs, emit_kgopt, padding_in_numbers
-from kgopt.rewrite.functional_norms import ChannelNorm
+from kgopt.rewrite.captured import functional_norms, passes, whole_graphs
+from kgopt.rewrite.captured.contest import Contest, convolves
+from kgopt.rewrite.captured.functional_norms import ChannelNorm
+from kgopt.rewrite.captured.passes import convolutions
+from kgopt.rewrite.captured.passes.autocast import half_precision, say_half
+from kgopt.rewrite.captured.values import uses_autocast, value
+from kgopt.rewrite.captured.writes import draws_numbers, inputs_written, is_written_between, may_write
+from kgopt.rewrite.chains import emit
+from kgopt.rewrite.chains.chain import PRELU, Chain
+from kgopt.rewrite.chains.emit import ConvArgs, NormArgs, emit_kgopt, padding_in_numbers
+from kgopt.rewrite.chains.meanings import UNKNOWN, describe_function, describe_method, with_number
+from kgopt.rewrite.chains.patterns import OTHER, Match, Node, match
+from kgopt.rewrite.cuda_graphs import machine
+from kgopt.rewrite.cuda_graphs.replayed import Replayed
 from kgopt.rewrite.glue.calls import CONVS, conv_arguments
-from kgopt.rewrite.graphs import machine
-from kgopt.rewrite.meanings import UNKNOWN, describe_function, describe_method, with_number
-from kgopt.rewrite.patterns import OTHER, Match, Node, match
-from kgopt.rewrite.replayed import Replayed
-from kgopt.rewrite.reporting import Report, SiteRow
-from kgopt.rewrite.writes import draws_numbers, inputs_written, is_written_between, may_write
+from kgopt.rewrite.inductor import weights
+from kgopt.rewrite.inductor.decomposed import DECOMPOSITIONS
+from kgopt.rewrite.measure import policy
+from kgopt.rewrite.measure.reporting import Report, SiteRow
+from kgopt.rewrite.pytorch import originals
 from kgopt.torch_private import compile_graph, mode_options
 
 _LOG = logging.getLogger("kgopt.rewrite")
@@ -57,7 +46,7 @@ _LOG = logging.getLogger("kgopt.rewrite")
 _NORMS: dict[Any, str] = {
     f: n for f, n in ((F.group_norm, "group"), (F.instance_norm, "instance")) if originals.is_torchs(f)
 }
-_NORMS[plain_graphs.group_norm_in_float32] = "group"
+_NORMS[passes.plain.group_norm_in_float32] = "group"
 _PRODUCTS = {f: f is operator.imul for f in (operator.mul, operator.imul, torch.mul) if originals.is_torchs(f)}
 _ADDCMUL = torch.addcmul if originals.is_torchs(torch.addcmul) else None
 _FUNCTIONS_WITH_NUMBER = {
@@ -95,11 +84,11 @@ def kgopt_backend(
         example_inputs: fake or real inputs of it.
         mode: as in ``torch.compile``.
         options: Inductor's, and three of kgopt's. ``{"kgopt.always": True}`` takes its ops where
-            :mod:`~kgopt.rewrite.policy` would not (on the CPU). ``{"kgopt.recompute": True}``: in training the results
-            of norms and their activations are not kept for the backward, which computes them again; those of sums
-            behind norms are. ``{"kgopt.cuda_graph": "auto"}``: without a ``mode`` the second call, and in training its
-            backward, is recorded as a CUDA graph, where its replay, with copies of arguments and results, is faster by
-            the clock; True: without asking the clock; False: never.
+            :mod:`~kgopt.rewrite.measure.policy` would not (on the CPU). ``{"kgopt.recompute": True}``: in training the
+            results of norms and their activations are not kept for the backward, which computes them again; those of
+            sums behind norms are. ``{"kgopt.cuda_graph": "auto"}``: without a ``mode`` the second call, and in training
+            its backward, is recorded as a CUDA graph, where its replay, with copies of arguments and results, is faster
+            by the clock; True: without asking the clock; False: never.
         kwargs: what else torch.compile hands to Inductor.
 
     Returns:
@@ -165,22 +154,22 @@ def rewrite_graph(
     global last_report
     graph = graph_module.graph
     report, glue = Report(), []
-    is_changed = plain_graphs.simplify(graph)
+    is_changed = passes.plain.simplify(graph)
     # First: what plans, times or fuses convolutions and norms sees those that will run.
-    unbiased = unbiased_graphs.leave_out(graph_module, always)
+    unbiased = passes.unbiased.leave_out(graph_module, always)
     if unbiased:
         glue.append(f"biases that an instance norm takes out again left out: {', '.join(unbiased)}")
-    swapped = mapped_graphs.swap(graph_module, may_write)
+    swapped = passes.mapped.swap(graph_module, may_write)
     if swapped:
         glue.append(f"convolutions ahead of nearest upsampling: {', '.join(swapped)}")
     # Ahead of padding, which then stays the compiler's: it reads it on the way.
-    products = tapped_graphs.swap(graph_module, always)
+    products = passes.tapped.swap(graph_module, always)
     if products:
         glue.append(f"depthwise convolutions of one tap as products: {', '.join(products)}")
-    padded = padded_graphs.fold(graph_module)
+    padded = passes.padded.fold(graph_module)
     if padded:
         glue.append(f"padding by the convolutions behind it: {', '.join(padded)}")
-    folded = upsampled_graphs.fold(graph_module, always)
+    folded = passes.upsampled.fold(graph_module, always)
     if folded:
         glue.append(f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}")
     moves_images = form != "as it came" and convolves(graph)
@@ -198,11 +187,11 @@ def rewrite_graph(
             reader.taken.update(node.origin for node in found.nodes)
             row.became = found.chain.becomes
         report.sites.append(row)
-    plain_graphs.restore(graph)
+    passes.plain.restore(graph)
     moved = formats.write(graph_module)
     # Behind the norms, which take sums of their own; ahead of the gathered gradient, with which it is compared.
-    gather = functools.partial(resampled_graphs.swap, dims_last=dims_last)
-    doubled = doubled_graphs.swap(
+    gather = functools.partial(passes.resampled.swap, dims_last=dims_last)
+    doubled = passes.doubled.swap(
         graph_module, None if always else Contest(functools.partial(gather, always=True), dims_last)
     )
     if doubled:
@@ -421,7 +410,7 @@ def _has_one_a_channel(operand: Tensor, x: Tensor) -> bool:
 def _small(found: Match, maps: Sequence[fx.Node]) -> list[fx.Node]:
     """What both maps of a match repeat, each position as often; else nothing."""
     inside = {n.origin for n in found.nodes}
-    small = [mapped_graphs.small_of(node, found.last.origin, may_write, inside) for node in maps]
+    small = [passes.mapped.small_of(node, found.last.origin, may_write, inside) for node in maps]
     sizes = {value(node).shape[2:] for node in small if node is not None}
     return [node for node in small if node is not None] if len(sizes) == 1 and None not in small else []
 

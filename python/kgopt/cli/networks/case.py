@@ -33,7 +33,7 @@ from kgopt.cli.networks.turns import Turns
 from kgopt.cli.networks.ways import calls_optimize, ends_steps, in_format, is_channels_last, prepare
 from kgopt.cli.results import Row
 from kgopt.cli.runner import describe
-from kgopt.rewrite import clocks
+from kgopt.rewrite.measure import clocks
 
 __all__ = ["Entry", "Measurement", "Settings", "Task"]
 

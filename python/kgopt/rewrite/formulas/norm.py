@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kgopt.rewrite.chain import WRITTEN
+from kgopt.rewrite.chains.chain import WRITTEN
 from kgopt.rewrite.formulas.values import Atom, Term, U, UnknownFormulaError, Value, X
 
 
@@ -28,7 +28,7 @@ class Formula:
 
     @property
     def norm(self) -> str:
-        """As in :class:`~kgopt.rewrite.chain.Chain`."""
+        """As in :class:`~kgopt.rewrite.chains.chain.Chain`."""
         return WRITTEN if self.groups else self.kind
 
 

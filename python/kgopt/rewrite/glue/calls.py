@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from kgopt import accuracy
 from kgopt import ops as ops
 from kgopt._layout import is_dense_channels_last
-from kgopt.rewrite import originals
-from kgopt.rewrite.emit import TORCH_CONVS, numbers, padding_in_numbers
+from kgopt.rewrite.chains.emit import TORCH_CONVS, numbers, padding_in_numbers
+from kgopt.rewrite.chains.meanings import conv_of
 from kgopt.rewrite.glue import kernels, pools
-from kgopt.rewrite.meanings import conv_of
+from kgopt.rewrite.pytorch import originals
 
 _OPS = torch.ops.kgopt
 LINEAR = {"linear": 3, "bilinear": 4, "trilinear": 5}

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from kgopt import ops as ops
 from kgopt._layout import as_channels_last
-from kgopt.rewrite import known, watching
-from kgopt.rewrite.arguments import keeps_format, norm_args
+from kgopt.rewrite.chains.meanings import conv_of
+from kgopt.rewrite.chains.modules import does_nothing, first_is_conv, guard_methods, is_as_is, takes_later
 from kgopt.rewrite.glue.plans import Normalized, as_seen, head_plan, may_plan
-from kgopt.rewrite.meanings import conv_of
-from kgopt.rewrite.modules import does_nothing, first_is_conv, guard_methods, is_as_is, takes_later
-from kgopt.rewrite.sites import Site
-from kgopt.rewrite.waits import Written
+from kgopt.rewrite.norms.arguments import keeps_format, norm_args
+from kgopt.rewrite.norms.sites import Site
+from kgopt.rewrite.optimized import known
+from kgopt.rewrite.pytorch import watching
+from kgopt.rewrite.waiting.base import Written
 
 _group_norm_conv = torch.ops.kgopt.group_norm_conv.default
 _group_norm_conv_moments = torch.ops.kgopt.group_norm_conv_moments.default

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kgopt.rewrite import originals, watching
+from kgopt.rewrite.chains.modules import has_own_methods, is_upsampler
 from kgopt.rewrite.glue.calls import INTERPOLATE, interpolate_of
-from kgopt.rewrite.modules import has_own_methods, is_upsampler
-from kgopt.rewrite.waits import Unmade
-from kgopt.rewrite.watching import any_global_hooks, is_hooked
+from kgopt.rewrite.pytorch import originals, watching
+from kgopt.rewrite.pytorch.watching import any_global_hooks, is_hooked
+from kgopt.rewrite.waiting.base import Unmade
 
 _interpolates_as_is = originals.untouched(*originals.of_function(INTERPOLATE))
 

@@ -1,6 +1,7 @@
 """What convolution modules do in inference: by kind of input, the way that was measured to be the fastest.
 
-A module's forward looks its plan up; :mod:`~kgopt.rewrite.sums`, sites and paddings ask for one that takes more along.
+A module's forward looks its plan up; :mod:`~kgopt.rewrite.waiting.sums`, sites and paddings ask for one that takes more
+along.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from torch import Tensor, nn
 
 from kgopt import ops as ops
 from kgopt._layout import as_channels_last, format_of, is_dense_channels_last
-from kgopt.rewrite import carry, known, originals, verdicts, watching
-from kgopt.rewrite.chain import PRELU
-from kgopt.rewrite.emit import TORCH_CONVS, padding_in_numbers
-from kgopt.rewrite.formats import keeps
+from kgopt.rewrite.chains.chain import PRELU
+from kgopt.rewrite.chains.emit import TORCH_CONVS, padding_in_numbers
+from kgopt.rewrite.chains.meanings import activation_of, conv_of
+from kgopt.rewrite.chains.modules import guard_methods, hides_parameters, is_as_is, is_own_conv, is_upsampler
 from kgopt.rewrite.glue import kernels
 from kgopt.rewrite.glue.calls import LARGEST_FACTOR, PAD, padding_of, recognize, upsampled_by
 from kgopt.rewrite.glue.later import Upsampled, finding, postponed
-from kgopt.rewrite.meanings import activation_of, conv_of
-from kgopt.rewrite.modules import guard_methods, hides_parameters, is_as_is, is_own_conv, is_upsampler
-from kgopt.rewrite.waits import Unmade, Written
-from kgopt.rewrite.watching import any_global_hooks
+from kgopt.rewrite.measure import verdicts
+from kgopt.rewrite.norms import carry
+from kgopt.rewrite.optimized import known
+from kgopt.rewrite.pytorch import originals, watching
+from kgopt.rewrite.pytorch.watching import any_global_hooks
+from kgopt.rewrite.waiting.base import Unmade, Written
+from kgopt.rewrite.waiting.formats import keeps
 from kgopt.torch_private import below_autograd, border_of, len_torch_function_stack
 
 _OPS = torch.ops.kgopt
@@ -306,7 +310,7 @@ def as_seen(x: Tensor) -> Tensor:
 
 
 def _emit_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None, divisor: float, act: str) -> Tensor:
-    """:func:`run_plan` where a compiler looks on. That a norm takes the moments is :mod:`~kgopt.rewrite.inductor`'s."""
+    """:func:`run_plan` where a compiler looks on; :mod:`~kgopt.rewrite.inductor.moments` gives a norm the moments."""
     guard_methods(conv)
     weight, bias = conv.weight, conv.bias
     x, residual = as_seen(x), None if residual is None else as_seen(residual)

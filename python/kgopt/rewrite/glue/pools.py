@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kgopt._layout import format_of
-from kgopt.rewrite.emit import numbers
+from kgopt.rewrite.chains.emit import numbers
 
 # Results of a channel, up to which there can be too few threads; positions of a window, from which one takes long.
 MOST_RESULTS, LEAST_WINDOW = 64, 32

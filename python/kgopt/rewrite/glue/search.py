@@ -13,16 +13,18 @@ from torch import Tensor, nn
 
 from kgopt import accuracy
 from kgopt._layout import format_of, is_dense_channels_last
-from kgopt.rewrite import classes, clocks, known, originals, verdicts, watching
-from kgopt.rewrite.classes import Part
-from kgopt.rewrite.formats import keeps
 from kgopt.rewrite.glue.calls import CATS, FUNCTIONS, INTERPOLATE, Call, recognize, upsampled_by
 from kgopt.rewrite.glue.kernels import cat_of_views, nearest_of_views
 from kgopt.rewrite.glue.later import Upsampled, finding
 from kgopt.rewrite.glue.plans import GlueState, conv_forward
-from kgopt.rewrite.meanings import CONV_MODULES
-from kgopt.rewrite.watching import OwnMode
-from kgopt.rewrite.wrapped import Wrapped
+from kgopt.rewrite.measure import clocks, verdicts
+from kgopt.rewrite.optimized import classes, known
+from kgopt.rewrite.optimized.classes import Part
+from kgopt.rewrite.optimized.wrapped import Wrapped
+from kgopt.rewrite.pytorch import originals, watching
+from kgopt.rewrite.pytorch.originals import CONV_MODULES
+from kgopt.rewrite.pytorch.watching import OwnMode
+from kgopt.rewrite.waiting.formats import keeps
 
 _OPS = torch.ops.kgopt
 SMALL = 2**20  # bytes, below which several launches cost more than they save

@@ -1,8 +1,8 @@
 """The front end for Python source: chains in the methods of a module that we did not write.
 
 A method is parsed, and in every block of statements the values that modules and functions make are described as
-:mod:`~kgopt.rewrite.patterns` nodes. A chain is taken only where the values inside it are provably read by nobody else:
-no other expression, no later statement on any path, no closure, no exception handler. The code becomes
+:mod:`~kgopt.rewrite.chains.patterns` nodes. A chain is taken only where the values inside it are provably read by
+nobody else: no other expression, no later statement on any path, no closure, no exception handler. The code becomes
 
     if _kgopt_0.ready(self.norm, self.act, x):      # all checks, at each call
         x = _kgopt_0.run(self.norm, self.act, x)
@@ -52,30 +52,30 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from kgopt.rewrite import classes
-from kgopt.rewrite.classes import Part, Stand
-from kgopt.rewrite.meanings import conv_of
-from kgopt.rewrite.modules import MORE, is_upsampler
-from kgopt.rewrite.roles import Path, Role, role_in_code
-from kgopt.rewrite.source import derived as derived
-from kgopt.rewrite.source import small as small
+from kgopt.rewrite.chains.meanings import conv_of
+from kgopt.rewrite.chains.modules import MORE, is_upsampler
+from kgopt.rewrite.chains.roles import Path, Role, role_in_code
+from kgopt.rewrite.optimized import classes
+from kgopt.rewrite.optimized.classes import Part, Stand
+from kgopt.rewrite.optimized.standing import Standing
 from kgopt.rewrite.source.chains import Chains, Found
-from kgopt.rewrite.source.code import CannotRewriteError, own_methods, parse, rebuild, redecorated, undecorated
-from kgopt.rewrite.source.expressions import text_of
 from kgopt.rewrite.source.formats import keep_formats
 from kgopt.rewrite.source.heads import Heads
 from kgopt.rewrite.source.inherited import inherit, inherited_calls
-from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.modulated import Modulations
-from kgopt.rewrite.source.names import walk
+from kgopt.rewrite.source.modulated.modulations import Modulations
 from kgopt.rewrite.source.norm_calls import calls_norms as calls_norms
 from kgopt.rewrite.source.norm_calls import calls_norms_in, replace_norm_calls
 from kgopt.rewrite.source.padded import Paddings, pads_in
 from kgopt.rewrite.source.padded import pads as pads
 from kgopt.rewrite.source.sink import sink, spread
 from kgopt.rewrite.source.sums import Sums
+from kgopt.rewrite.source.syntax.code import CannotRewriteError, own_methods, parse, rebuild, redecorated, undecorated
+from kgopt.rewrite.source.syntax.expressions import text_of
+from kgopt.rewrite.source.syntax.method import Method
+from kgopt.rewrite.source.syntax.names import walk
 from kgopt.rewrite.source.upsampled import Upsamplings
-from kgopt.rewrite.standing import Standing
+from kgopt.rewrite.source.users import derived as derived
+from kgopt.rewrite.source.users import small as small
 
 Roles = tuple[tuple[str, Role], ...]
 

@@ -1,7 +1,7 @@
 """Chains in a method: found, proven to be nobody else's business, and written as sites.
 
-What a chain is says :mod:`~kgopt.rewrite.patterns`, which is given the method's values as nodes. The proofs are about
-names and the order of statements alone.
+What a chain is says :mod:`~kgopt.rewrite.chains.patterns`, which is given the method's values as nodes. The proofs are
+about names and the order of statements alone.
 """
 
 from __future__ import annotations
@@ -11,15 +11,22 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from kgopt.rewrite.chain import Chain
+from kgopt.rewrite.chains.chain import Chain
+from kgopt.rewrite.chains.meanings import describe_method
+from kgopt.rewrite.chains.patterns import OTHER, Match, Node, is_trivial, match, why_alone
+from kgopt.rewrite.chains.roles import Path
 from kgopt.rewrite.glue.heads import FollowedSite
-from kgopt.rewrite.meanings import describe_method
-from kgopt.rewrite.patterns import OTHER, Match, Node, is_trivial, match, why_alone
-from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.expressions import arithmetic, evaluated_first, gate_of, is_listed, is_name, of_one_argument
-from kgopt.rewrite.source.method import Held, Method
-from kgopt.rewrite.source.names import SCOPES, blocks, copied, liveness, reads, walk, writes
-from kgopt.rewrite.source.trees import call_of, forgotten, moved_out, replace
+from kgopt.rewrite.source.syntax.expressions import (
+    arithmetic,
+    evaluated_first,
+    gate_of,
+    is_listed,
+    is_name,
+    of_one_argument,
+)
+from kgopt.rewrite.source.syntax.method import Held, Method
+from kgopt.rewrite.source.syntax.names import SCOPES, blocks, copied, liveness, reads, walk, writes
+from kgopt.rewrite.source.syntax.trees import call_of, forgotten, moved_out, replace
 
 
 @dataclass

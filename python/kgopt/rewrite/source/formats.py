@@ -1,4 +1,4 @@
-"""``h = h.contiguous()`` where all that becomes of h takes any strides: see :mod:`kgopt.rewrite.formats`."""
+"""``h = h.contiguous()`` where all that becomes of h takes any strides: see :mod:`kgopt.rewrite.waiting.formats`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import ast
 
 import torch
 
-from kgopt.rewrite.formats import Keep
-from kgopt.rewrite.source.expressions import called_of
-from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import walk
-from kgopt.rewrite.source.trees import call_of, replace
+from kgopt.rewrite.source.syntax.expressions import called_of
+from kgopt.rewrite.source.syntax.method import Method
+from kgopt.rewrite.source.syntax.names import walk
+from kgopt.rewrite.source.syntax.trees import call_of, replace
+from kgopt.rewrite.waiting.formats import Keep
 
 # What may be asked of a tensor, or called with it, whatever its strides.
 _STRIDELESS = {"contiguous", "device", "dim", "dtype", "ndim", "shape", "size", "split"}

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from kgopt.rewrite.glue.heads import FollowedSite, Normalizations
-from kgopt.rewrite.source.expressions import called_of, of_one_argument
-from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.trees import call_of
+from kgopt.rewrite.source.syntax.expressions import called_of, of_one_argument
+from kgopt.rewrite.source.syntax.method import Method
+from kgopt.rewrite.source.syntax.trees import call_of
 from kgopt.rewrite.source.waiting import Paths, Waiting
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from kgopt.rewrite.source.code import undecorated
-from kgopt.rewrite.source.method import Inherited, Method
-from kgopt.rewrite.source.names import walk
-from kgopt.rewrite.source.trees import placed
+from kgopt.rewrite.source.syntax.code import undecorated
+from kgopt.rewrite.source.syntax.method import Inherited, Method
+from kgopt.rewrite.source.syntax.names import walk
+from kgopt.rewrite.source.syntax.trees import placed
 
 
 def inherited_calls(method: Method, cls: type) -> Iterator[tuple[ast.Call, types.FunctionType]]:

@@ -1,4 +1,5 @@
-"""Nearest upsampling in front of a norm's scale and shift, in the source of a method: see :mod:`kgopt.rewrite.maps`.
+"""Nearest upsampling in front of a norm's scale and shift, in the source of a method: see
+:mod:`kgopt.rewrite.waiting.maps`.
 
     zq = F.interpolate(zq, size=f.shape[-2:])    zq = _kgopt_mod_0.enlarge(F.interpolate, (zq,), {...}, self, ...)
     h = self.norm(f)                             h = _kgopt_mod_0.begin(self.norm, f, self, ...)
@@ -17,12 +18,12 @@ from dataclasses import dataclass, field
 
 import torch.nn.functional as F
 
-from kgopt.rewrite.source.expressions import called_of, is_listed, of_one_argument
-from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import loads, walk
 from kgopt.rewrite.source.norm_calls import parts_of
-from kgopt.rewrite.source.quiet import is_quiet
-from kgopt.rewrite.source.trees import call_of
+from kgopt.rewrite.source.syntax.expressions import called_of, is_listed, of_one_argument
+from kgopt.rewrite.source.syntax.method import Method
+from kgopt.rewrite.source.syntax.names import loads, walk
+from kgopt.rewrite.source.syntax.quiet import is_quiet
+from kgopt.rewrite.source.syntax.trees import call_of
 
 _OPERANDS = {"times", "plus", "times_in_place", "plus_in_place", "addcmul"}  # methods that take maps
 

@@ -1,4 +1,4 @@
-"""Norms that code calls as functions: see :mod:`kgopt.rewrite.norm_calls`."""
+"""Norms that code calls as functions: see :mod:`kgopt.rewrite.norms.calls`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kgopt.rewrite.chain import PRELU
-from kgopt.rewrite.norm_calls import NORM_CALLS, NormCall
-from kgopt.rewrite.source.code import own_methods
-from kgopt.rewrite.source.expressions import is_listed, is_name, of_one_argument
-from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import SCOPES, blocks
-from kgopt.rewrite.source.trees import call_of
+from kgopt.rewrite.chains.chain import PRELU
+from kgopt.rewrite.norms.calls import NORM_CALLS, NormCall
+from kgopt.rewrite.source.syntax.code import own_methods
+from kgopt.rewrite.source.syntax.expressions import is_listed, is_name, of_one_argument
+from kgopt.rewrite.source.syntax.method import Method
+from kgopt.rewrite.source.syntax.names import SCOPES, blocks
+from kgopt.rewrite.source.syntax.trees import call_of
 
 _NAMES = frozenset(function.__name__ for function in NORM_CALLS)
 

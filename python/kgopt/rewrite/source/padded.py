@@ -1,4 +1,4 @@
-"""Padding, and frames in front, that a convolution reads, in code: see :mod:`kgopt.rewrite.padding`."""
+"""Padding, and frames in front, that a convolution reads, in code: see :mod:`kgopt.rewrite.waiting.padding`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from kgopt.rewrite.chains.meanings import conv_of
+from kgopt.rewrite.chains.modules import is_zero_padding
 from kgopt.rewrite.glue.calls import CATS, PAD
-from kgopt.rewrite.meanings import conv_of
-from kgopt.rewrite.modules import is_zero_padding
-from kgopt.rewrite.padding import Pads
-from kgopt.rewrite.source.code import own_methods
-from kgopt.rewrite.source.expressions import called_of, constant, is_plain, of_one_argument
-from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import walk
+from kgopt.rewrite.source.syntax.code import own_methods
+from kgopt.rewrite.source.syntax.expressions import called_of, constant, is_plain, of_one_argument
+from kgopt.rewrite.source.syntax.method import Method
+from kgopt.rewrite.source.syntax.names import walk
 from kgopt.rewrite.source.waiting import Block, Paths, Waiting
+from kgopt.rewrite.waiting.padding import Pads
 
 _FUNCTIONS = (torch.conv2d, torch.conv3d)
 _NAMES = {"pad", *(f.__name__ for f in CATS)}

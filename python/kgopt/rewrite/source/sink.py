@@ -7,10 +7,10 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from kgopt.rewrite.meanings import describe_method
-from kgopt.rewrite.source.expressions import is_name, is_plain_load, of_one_argument
-from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import blocks, copied, walk
+from kgopt.rewrite.chains.meanings import describe_method
+from kgopt.rewrite.source.syntax.expressions import is_name, is_plain_load, of_one_argument
+from kgopt.rewrite.source.syntax.method import Method
+from kgopt.rewrite.source.syntax.names import blocks, copied, walk
 
 
 def sink(method: Method, body: list[ast.stmt]) -> None:

@@ -1,5 +1,5 @@
 """Sums with the value of a norm, a convolution, or a module known only when the code runs: see
-:mod:`kgopt.rewrite.sums`.
+:mod:`kgopt.rewrite.waiting.sums`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from kgopt.rewrite.chain import Chain
-from kgopt.rewrite.roles import Path
-from kgopt.rewrite.source.expressions import (
+from kgopt.rewrite.chains.chain import Chain
+from kgopt.rewrite.chains.roles import Path
+from kgopt.rewrite.source.modulated.begins import OpenCalls
+from kgopt.rewrite.source.norm_calls import is_norm_call, site_of, waiting_call
+from kgopt.rewrite.source.syntax.expressions import (
     called_of,
     constant,
     evaluated_first,
@@ -23,13 +25,11 @@ from kgopt.rewrite.source.expressions import (
     of_one_argument,
     reads_value,
 )
-from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.modulated_begins import OpenCalls
-from kgopt.rewrite.source.names import blocks, copied, liveness, loads, outside_scopes, reads, walk, writes
-from kgopt.rewrite.source.norm_calls import is_norm_call, site_of, waiting_call
-from kgopt.rewrite.source.quiet import is_quiet
-from kgopt.rewrite.source.trees import answer, as_function, assign, become, call_of, forgotten, replace
-from kgopt.rewrite.sums import Activated, Sum
+from kgopt.rewrite.source.syntax.method import Method
+from kgopt.rewrite.source.syntax.names import blocks, copied, liveness, loads, outside_scopes, reads, walk, writes
+from kgopt.rewrite.source.syntax.quiet import is_quiet
+from kgopt.rewrite.source.syntax.trees import answer, as_function, assign, become, call_of, forgotten, replace
+from kgopt.rewrite.waiting.sums import Activated, Sum
 
 _FINISHED = ("finish", "finish_in_place", "finish_by", "finish_over", "finish_times")  # methods that give a sum
 _SCALED = {ast.Div: "finish_over", ast.Mult: "finish_times"}  # by what is done to the sum

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+from kgopt.rewrite.chains.meanings import UNKNOWN
 from kgopt.rewrite.glue.calls import INTERPOLATE
 from kgopt.rewrite.glue.plans import Wait
-from kgopt.rewrite.meanings import UNKNOWN
-from kgopt.rewrite.source.expressions import called_of, constant, is_listed, of_one_argument
+from kgopt.rewrite.source.syntax.expressions import called_of, constant, is_listed, of_one_argument
 from kgopt.rewrite.source.waiting import Waiting
-from kgopt.rewrite.sums import Sum
+from kgopt.rewrite.waiting.sums import Sum
 
 
 class Upsamplings(Waiting):

@@ -13,11 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from kgopt.rewrite.meanings import UNKNOWN
-from kgopt.rewrite.source.expressions import constant, elements_of, evaluated_first, is_name, is_plain, is_test
-from kgopt.rewrite.source.method import Method
-from kgopt.rewrite.source.names import SCOPES, blocks, copied, forgets, liveness, loads, reads, walk
-from kgopt.rewrite.source.trees import assign, call_of, replace
+from kgopt.rewrite.chains.meanings import UNKNOWN
+from kgopt.rewrite.source.syntax.expressions import constant, elements_of, evaluated_first, is_name, is_plain, is_test
+from kgopt.rewrite.source.syntax.method import Method
+from kgopt.rewrite.source.syntax.names import SCOPES, blocks, copied, forgets, liveness, loads, reads, walk
+from kgopt.rewrite.source.syntax.trees import assign, call_of, replace
 
 Block = list[ast.stmt]
 _Stop = tuple[Block, ast.stmt, list[ast.expr]]  # a block, the statement in it, what ``now`` or ``beside`` is given
