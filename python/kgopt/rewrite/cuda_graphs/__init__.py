@@ -10,16 +10,18 @@ holds with what it held then (:class:`~kgopt.rewrite.cuda_graphs.stamp.Stamp`). 
 addresses may not. Those are compared before the launch, all else while the device works: a replay that turns out wrong
 has written to its own memory alone, and its result is dropped.
 
-==========  ============================================================================================================
-machine     recording and replaying on the device
-keys        arguments and results: which calls share a recording, what is copied
-outside     what the code of a call reads outside of the model
-stamp       all that a model holds
-effects     what a call does beside its result
-recording   one call, from the first look to the replay
-calls       the calls of one model
-part        the part of its class, and the questions of kgopt.optimize
-==========  ============================================================================================================
+==============  ========================================================================================================
+machine         recording and replaying on the device
+keys            arguments and results: which calls share a recording, what is copied
+outside         what the code of a call reads outside of the model
+stamp           all that a model holds
+effects         what a call does beside its result
+recording       one call, from the first look to the replay
+calls           the calls of one model
+part            the part of its class, and the questions of kgopt.optimize
+replayed        functions that a compiler made
+replayed_steps  training steps of such: forward and backward
+==============  ========================================================================================================
 """
 
 from kgopt.rewrite.cuda_graphs.calls import BUSY as BUSY

@@ -14,32 +14,23 @@ nobody else: no other expression, no later statement on any path, no closure, no
 closure, file name and line numbers. Before that the source is compiled unchanged and compared with the bytecode that
 runs, so a file edited since it was imported changes nothing.
 
-================  ==========================================================================
-code              functions to trees and back
-names             what is read, written and still alive
-expressions       small questions about expressions
-trees             small changes of trees
-quiet             code that changes no tensor
-method            one method: its tree, and what names mean in it
-sink              an activation behind a branch moves into it; expressions that are branches
-chains            chains become sites
-modulated_begins  calls whose value may wait: norms, and what only the running code names
-modulated_values  what is known of one such value, and how that is written
-modulated_forms   what an expression does with it
-modulated_paths   the statements that it goes through
-modulated         norms whose value is scaled and shifted by sample: the pass over a method
-sums              sums of what convolutions give
-waiting           values that may wait for the convolution that reads them
-heads             norms whose value a convolution reads
-upsampled         nearest upsampling whose value a convolution reads
-padded            padding, and frames in front, that a convolution reads
-formats           ``x.contiguous()`` that may keep channels_last
-norm_calls        norms that are called as functions
-inherited         methods that are called through super()
-reading           the statements of a function that is run on names: what the next two share
-derived           subclasses of PyTorch's norms
-small             users' modules that are an activation, or nothing
-================  ==========================================================================
+==========  ================================================================================
+syntax      Python's trees: code, names, expressions, changes; one method, and what names mean in it
+sink        an activation behind a branch moves into it; expressions that are branches
+chains      chains become sites
+modulated   norms whose value is scaled and shifted by sample
+maps        upsampling that such a scale or shift reads
+sums        sums of what convolutions give
+waiting     values that may wait for the convolution that reads them
+heads       norms whose value a convolution reads
+upsampled   nearest upsampling whose value a convolution reads
+padded      padding, and frames in front, that a convolution reads
+formats     ``x.contiguous()`` that may keep channels_last
+norm_calls  norms that are called as functions
+inherited   methods that are called through super()
+users       subclasses of PyTorch's norms; users' modules that are an activation, or nothing
+sequential  the code of ``nn.Sequential``, which needs no reading: chains among its children
+==========  ================================================================================
 """
 
 from __future__ import annotations
