@@ -35,12 +35,16 @@ def busy_of_few(call: Callable[[], Any]) -> float:
     return once if once > 5e3 else busy(call)
 
 
-def parsed(doc: str | None, dtypes: Iterable[str], only: str) -> argparse.Namespace:
-    """The command line of a script with rows of several dtypes; ``only``: what ``--only`` leaves."""
+def parsed(doc: str | None, dtypes: Iterable[str], only: str, compiles: str = "") -> argparse.Namespace:
+    """The command line of a script with rows of several dtypes; ``only``: what ``--only`` leaves; ``compiles``: what
+    ``--compile`` costs, where there is one.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="", help=only)
     parser.add_argument("--dtype", choices=list(dtypes), action="append")
+    if compiles:
+        parser.add_argument("--compile", action="store_true", help=compiles)
     parser.add_argument("--commit", default=None, help="where the tree's own is not the wheel's")
     return parser.parse_args()
 

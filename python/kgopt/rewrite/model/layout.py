@@ -26,6 +26,8 @@ from kgopt.rewrite.pytorch.originals import CONV_MODULES
 from kgopt.rewrite.pytorch.watching import is_captured, is_watched
 from kgopt.torch_private import tree_map, version_of
 
+# The forms of a model. INSIDE: what comes in is not copied.
+GIVEN, LAST, INSIDE = "given", "channels_last", "channels_last from the first convolution on"
 # Bytes, from which the op converts a tensor: PyTorch is several times as slow. Below, both wait for the launch.
 LARGE = 2**20
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -41,6 +43,9 @@ class Layout:
     names_format: bool = False
     # A call that fails for the strides runs again in the model's own layout, for good.
     falls_back: bool = field(default=False, compare=False)
+    # Does what comes in become channels_last? Else the first convolution makes of it what its weight asks for, and a
+    # copy is gone when it has run: the code that calls it may keep its argument until the model is done.
+    moves: bool = True
     worked: set[Any] = field(default_factory=set, compare=False)  # kinds of calls that did not fail
 
 
@@ -49,15 +54,23 @@ def is_on(root: nn.Module) -> bool:
     return known.get(root, "layout") is not None
 
 
-def set_layout(root: nn.Module, on: bool, falls_back: bool = False) -> str:
+def form_of(root: nn.Module) -> str:
+    """Which of the three a model has."""
+    state = known.get(root, "layout")
+    return GIVEN if state is None else LAST if state.moves else INSIDE
+
+
+def set_layout(root: nn.Module, on: bool, falls_back: bool = False, moves: bool = True) -> str:
     """Turns channels_last inside on or off; the class that does the conversion comes and goes with it.
 
-    Returns why it cannot be on; else "". ``falls_back`` as in :class:`Layout`.
+    Returns why it cannot be on; else "". ``falls_back`` and ``moves`` as in :class:`Layout`.
     """
     with LOCK:
         why = "" if on == is_on(root) else _turn_on(root) if on else _turn_off(root)
-        if on and falls_back and not why:
-            known.get(root, "layout").falls_back = True
+        if on and not why:
+            state = known.get(root, "layout")
+            state.moves = moves
+            state.falls_back |= falls_back
         return why
 
 
@@ -125,7 +138,8 @@ def wrapped_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inside(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
-    given = _Given(known.get(module, "layout").names_format)
+    state = known.get(module, "layout")
+    given = _Given(state.names_format, state.moves)
     converted = tuple(map(given.convert, args)), {name: given.convert(value) for name, value in kwargs.items()}
     result = forward(module, *converted[0], **converted[1])
     given.hand_back()
@@ -135,8 +149,8 @@ def _inside(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any) ->
 class _Given:
     """What the caller gave, and what of it was converted; what the model writes to a copy goes back to the caller's."""
 
-    def __init__(self, names_format: bool = False) -> None:
-        self.names_format = names_format
+    def __init__(self, names_format: bool = False, moves: bool = True) -> None:
+        self.names_format, self.moves = names_format, moves
         self.is_channels_last = False  # did the caller use it?
         self.tensors: list[tuple[Tensor, Tensor, int]] = []  # the caller's, ours, its version; _SHARED: of a view
         self.containers: list[tuple[Any, Any, Any]] = []  # the caller's, ours, what was in it
@@ -163,7 +177,7 @@ class _Given:
         if not isinstance(x, Tensor) or x.dim() not in FORMATS or not x.is_floating_point():
             return x
         self.is_channels_last = self.is_channels_last or is_dense_channels_last(x)
-        y = _moved(x, True)
+        y = _moved(x, True) if self.moves else x
         if y is not x:
             self.tensors.append((x, y, _version(y)))
         elif self.names_format and x.shape[1] == 1 and not is_channels_last(x):
@@ -237,11 +251,12 @@ def _version(x: Tensor) -> int:
 
 def _outside(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any, why: str) -> Any:
     """The call in the model's own layout, which stays if the call succeeds: then it was channels_last that failed."""
+    moves = known.get(module, "layout").moves
     set_layout(module, False)
     try:
         result = forward(module, *args, **kwargs)
     except BaseException:
-        set_layout(module, True, falls_back=True)
+        set_layout(module, True, falls_back=True, moves=moves)
         raise
     report = known.get(module, "report")
     if report is not None:

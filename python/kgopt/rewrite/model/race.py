@@ -58,7 +58,7 @@ def compare(whole: Whole, parts: str = "") -> Times | None:
     """
     if math.isinf(SLACK) or not any(original_class(m) for m in whole.root.modules()):
         return None
-    (before, after), asked_before = whole.settle(f"clock {_form(whole.root)}{parts}", lambda: _clock(whole))
+    (before, after), asked_before = whole.settle(f"clock {layout.form_of(whole.root)}{parts}", lambda: _clock(whole))
     return Times(before, after, asked_before)
 
 
@@ -111,7 +111,7 @@ def choose_graph(whole: Whole, root: nn.Module, found: Report, args: Any, kwargs
         return 0.0
     asks = whole.busy is None
     (seconds,), asked_before = whole.settle(
-        f"graph {_form(root)}", lambda: [cuda_graphs.record(root, args, kwargs, asks=asks)]
+        f"graph {layout.form_of(root)}", lambda: [cuda_graphs.record(root, args, kwargs, asks=asks)]
     )
     if asked_before and seconds and not cuda_graphs.record(root, args, kwargs, seconds):
         seconds = 0.0
@@ -120,10 +120,6 @@ def choose_graph(whole: Whole, root: nn.Module, found: Report, args: Any, kwargs
         found.graph = reason if asked_before else cuda_graphs.text_of(root) or ""
         cuda_graphs.set_mode(root, False)
     return float(seconds)
-
-
-def _form(root: nn.Module) -> str:
-    return "channels_last" if layout.is_on(root) else "given"
 
 
 def choose_recompute(whole: Whole | None, root: nn.Module, found: Report) -> None:
@@ -180,4 +176,4 @@ class _Forms:
         for module, cls, _ in self.classes:
             become(module, cls)
         if self.layout is not None:
-            layout.set_layout(self.root, True, falls_back=self.layout.falls_back)
+            layout.set_layout(self.root, True, self.layout.falls_back, self.layout.moves)

@@ -36,7 +36,7 @@ def chooses(device: torch.device) -> bool:
 class _Form:
     """A model in one layout: its parts were measured; decided, once ``seconds`` says something."""
 
-    layout: str  # "given" or "channels_last"
+    layout: str  # one of layout.py's
     sites: list[tuple[policy.SiteState, tuple[Any, ...]]]
     between: list[tuple[nn.Module, Any]]
     work: float  # of the GPU, in seconds; 0: nobody asked
@@ -127,7 +127,7 @@ class Whole(TimedModel):
 
     def take(self, form: _Form) -> None:
         """Makes the model that form."""
-        layout.set_layout(self.root, form.layout == "channels_last")
+        layout.set_layout(self.root, form.layout != layout.GIVEN, moves=form.layout != layout.INSIDE)
         for state, remembered in form.sites:
             state.results, state.seen, state.kept_back, state.hidden = remembered
         self.front.forget(self.root)
@@ -232,6 +232,8 @@ class Whole(TimedModel):
         taken, other = forms
         self.take(taken)
         if taken.layout == "channels_last" and (more := self.takes_more(taken.layout)):
+            if inside := self.from_first_convolution(other):
+                return inside, f"{layout.INSIDE}: {inside.seconds * 1e3:.2f} ms; with all in it a call takes {more}"
             self.take(other)
             return (other if other.seconds else self.decided(other)), f"as it was: in channels_last a call takes {more}"
         found = "channels_last" if taken.layout == "channels_last" else "as it was"
@@ -244,6 +246,22 @@ class Whole(TimedModel):
             works = f"{last.work * 1e3:.2f} and {given.work * 1e3:.2f} ms of the GPU's work"
             times = f"{works} ({times} by the clock)"
         return taken, f"{found}: {times}"
+
+    def from_first_convolution(self, other: _Form) -> _Form | None:
+        """The model in channels_last but for what comes in: its copy may be all that is too much. None where a call
+        takes too much nevertheless, or no less time than in another form, of which the work may be all that is known.
+        """
+        layout.set_layout(self.root, True, moves=False)
+        self.front.forget(self.root)
+        self.forget()
+        try:
+            if self.differs(self.call()) or self.takes_more(layout.INSIDE):
+                return None
+            form = self.decided(self.first(layout.INSIDE))
+        except RuntimeError:  # about strides
+            return None
+        too_slow = form.seconds >= (other.seconds or other.work)
+        return None if too_slow or self.takes_more(f"{layout.INSIDE}, decided") else form
 
     def first(self, layout: str) -> _Form:
         """The model in the layout that it now has, with all that gains on its own. Sites have measured themselves."""
