@@ -81,6 +81,7 @@ def row_of(shape: tuple[int, ...], groups: int, dtype: torch.dtype, compiles: bo
     row["kgopt"] = microseconds(lambda: functional.group_norm(x, groups, weight, bias, act="relu"))
     row["eager"] = microseconds(lambda: plain(x))
     if compiles:
+        torch.compiler.reset()  # or shapes count as recompilations, of which there may be eight
         compiled = torch.compile(plain, dynamic=False)
         row["compile"] = microseconds(lambda: compiled(x))
     return row
