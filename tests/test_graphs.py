@@ -28,7 +28,6 @@ class FakeLane:
     """Replays what was recorded by calling it again, without the model's forward being asked for."""
 
     held = 2**20
-    held_for_small = 0
 
     def __init__(self, machine):
         self.machine = machine

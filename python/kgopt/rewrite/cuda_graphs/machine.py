@@ -17,7 +17,6 @@ from kgopt.rewrite.pytorch.watching import is_captured
 from kgopt.torch_private import clear_blas_workspaces, current_stream, end_allocation_to_pool
 
 _HERE = contextlib.nullcontext()
-PIECE = 2**21  # bytes, of which the allocator's segments are multiples
 LONG = 0.03  # seconds of a call whose launches "auto" looks at first
 
 
@@ -133,7 +132,6 @@ class Lane:
         graph.capture_begin(self.pool, capture_error_mode="thread_local")
         try:
             if room:
-                room -= room % PIECE  # the allocator rounds up
                 torch.empty(room, dtype=torch.uint8, device=self.device)  # it is free again at once
             result = call()
         except BaseException:
@@ -169,16 +167,8 @@ class Lane:
     @property
     def held(self) -> int:
         """Bytes of the pool."""
-        return sum(s["total_size"] for s in self._segments())
-
-    @property
-    def held_for_small(self) -> int:
-        """Of them those where tensors lie that are smaller than a MiB."""
-        return sum(s["total_size"] for s in self._segments() if s["segment_type"] == "small")
-
-    def _segments(self) -> list[Any]:
         segments = torch.cuda.memory_snapshot()
-        return [s for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self.pool)]
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self.pool))
 
 
 def _has_ended(graph: Any) -> bool:

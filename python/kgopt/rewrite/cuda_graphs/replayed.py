@@ -154,31 +154,15 @@ class Replayed:
         if not self.always and step.is_busy(device):
             raise RefusedError(BUSY)
         peak = step.peak(device)
-        step.record(self.lane, int(ROOM * peak))
+        step.record(int(ROOM * peak))
         if not self.always:
+            held = self.lane.held + step.copied
             most = min(MOST * machine.MACHINE.memory(device), max(LITTLE, MORE * peak))
-            self._hold_to(step, device, most, ROOM * peak)
-        step.expected = None
+            if held > most:
+                raise RefusedError(f"it would hold {held / 2**20:.0f} MiB")
         found = (1.0, 0.0) if self.always else step.seconds(lambda: self._holds(inputs), device)
         self.recording = step
         return found
-
-    def _hold_to(self, step: Step, device: torch.device, most: float, room: float) -> None:
-        """Sees to it that a step holds no more than that; it was recorded with this room.
-
-        A tensor that did not fit by little lies beside the room, in a piece of its own size. With all that may be
-        held as the room there is no such piece, or it is too much.
-        """
-        held = self.lane.held + step.copied
-        larger = most - step.copied - self.lane.held_for_small
-        if held > most and larger > room:
-            step.forget()
-            self.lane = None
-            self._take_lane(device)
-            step.record(self.lane, int(larger))
-            held = self.lane.held + step.copied
-        if held > most:
-            raise RefusedError(f"it would hold {held / 2**20:.0f} MiB")
 
     def _take_lane(self, device: torch.device) -> None:
         if self.lane is None:

@@ -102,19 +102,19 @@ class Step:
                 for t, value in zip(self.written, before, strict=True):
                     t.copy_(value)
 
-    def record(self, lane: Any, room: int) -> None:
-        """Both graphs, in ``room`` bytes if that is enough. A second time needs another lane.
+    def record(self, room: int) -> None:
+        """Both graphs, in as much memory as a step by calls takes if that is enough.
 
         Raises:
             RefusedError: a replay would not do what the call does.
         """
-        self.lane = lane
         with self._put_back():
             self._forward, self.outputs = self.lane.record(self._call, room)
             given_of(self.outputs, self.own, [])  # raises where they share memory
             self._results = [copier(y) for y in self.outputs]
             self._backward, self.buffers = self.lane.record(self._differentiate)
-        if not agree(self.expected, self._replayed()):
+        expected, self.expected = self.expected, None
+        if not agree(expected, self._replayed()):
             raise RefusedError("a replay gives another result than the call")
 
     def _call(self) -> list[Tensor]:
@@ -135,13 +135,6 @@ class Step:
             self._backward()
             found = self.gradients.unpacked([b.clone() for b in self.buffers])
             return [*results, *(g for g in found if g is not None), *(t.clone() for t in self.written)]
-
-    def forget(self) -> None:
-        """Gives up what was recorded, with its memory."""
-        self.lane.settle()
-        self._forward = self._backward = _nobody
-        self.outputs, self.buffers, self._results = [], [], []
-        machine.MACHINE.reclaim()
 
     def _replay_forward(self) -> None:
         increment_version(self.written)
