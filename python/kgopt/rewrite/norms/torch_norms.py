@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kgopt.rewrite.chains.chain import Chain
+from kgopt.rewrite.chains.chain import WRITTEN, Chain
 from kgopt.rewrite.chains.modules import has_own_methods
 from kgopt.rewrite.norms import sites
 from kgopt.rewrite.norms.sites import Site
@@ -61,6 +61,8 @@ LEAVES: dict[type, Any] = {
     nn.InstanceNorm2d: OptimizedInstanceNorm2d,
     nn.InstanceNorm3d: OptimizedInstanceNorm3d,
 }
+# Sites of norms alone, by kind: behind the classes, which a site looks up when it is made.
+ALONE: dict[str, Site] = {kind: Site(Chain(kind), ("norm",)) for kind in (*sites.LEAVES, WRITTEN)}
 
 
 def leaf_reason(norm: nn.Module) -> str:

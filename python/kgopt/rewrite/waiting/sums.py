@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kgopt import ops as ops
-from kgopt.rewrite.chains.chain import PRELU, WRITTEN, Chain, takes_another
+from kgopt.rewrite.chains.chain import PRELU, WRITTEN, takes_another
 from kgopt.rewrite.chains.emit import NormArgs
 from kgopt.rewrite.chains.meanings import activation_of, conv_of, untouched, with_number
 from kgopt.rewrite.chains.modules import (
@@ -35,6 +35,7 @@ from kgopt.rewrite.glue.calls import INTERPOLATE, recognize
 from kgopt.rewrite.glue.kernels import lies_as
 from kgopt.rewrite.glue.later import Upsampled
 from kgopt.rewrite.norms.sites import Site
+from kgopt.rewrite.norms.torch_norms import ALONE
 from kgopt.rewrite.optimized import known
 from kgopt.rewrite.optimized.disguise import original_class
 from kgopt.rewrite.pytorch import originals, watching
@@ -244,12 +245,9 @@ def conv_later(conv: Any, x: Any) -> Later | None:
     return Later(conv, x, plan) if plan is not None and plan.adds else None
 
 
-_ALONE = {kind: Site(Chain(kind), ("norm",)) for kind in ("group", "instance", WRITTEN)}
-
-
 def _norm_later(norm: Any, x: Any, kind: str) -> Any:
     """A norm of ours, later where it may wait and is the faster one here; else what it gives."""
-    site = _ALONE[kind]
+    site = ALONE[kind]
     begun = site.begin(norm, x) if adds_as_is() else False
     return LaterNorm(norm, x, site, begun) if begun else norm(x)
 
