@@ -215,15 +215,16 @@ def test_a_new_shape_in_a_capture():
     small, large = torch.randn(2, 16, 9, 9, device="cuda"), torch.randn(2, 16, 33, 35, device="cuda")
     with torch.no_grad():
         on_a_side_stream(lambda: model(small))
-        measured = len(model[0]._kgopt.site.results)
+        measured = len(model[0]._kgopt.site.results)  # of the norm with its activation, and where that lost, without
+        assert measured > 0
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = model(large)
         graph.replay()
-        assert measured == len(model[0]._kgopt.site.results) == 1
+        assert len(model[0]._kgopt.site.results) == measured
         torch.testing.assert_close(y, F.silu(F.group_norm(large, 4)), rtol=1e-4, atol=1e-5)
         model(large)
-        assert len(model[0]._kgopt.site.results) == 2
+        assert len(model[0]._kgopt.site.results) > measured
 
 
 def test_optimize_in_a_capture():
