@@ -278,6 +278,11 @@ def test_what_comes_in_may_stay_as_it_is(writes, device):
     assert y.is_contiguous()
     assert seen == [(x.stride(), torch.empty(2, 8, 7, 5).to(memory_format=torch.channels_last).stride())]
     assert layout.form_of(copy.deepcopy(model)) == layout.INSIDE
+    layout.set_layout(model, True)
+    assert layout.form_of(model) == layout.INSIDE, "it stays what it was"
+    layout.set_layout(model, False)
+    layout.set_layout(model, True)
+    assert layout.form_of(model) == layout.LAST
 
 
 @pytest.mark.gpu

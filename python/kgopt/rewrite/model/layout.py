@@ -60,16 +60,16 @@ def form_of(root: nn.Module) -> str:
     return GIVEN if state is None else LAST if state.moves else INSIDE
 
 
-def set_layout(root: nn.Module, on: bool, falls_back: bool = False, moves: bool = True) -> str:
+def set_layout(root: nn.Module, on: bool, falls_back: bool = False, moves: bool | None = None) -> str:
     """Turns channels_last inside on or off; the class that does the conversion comes and goes with it.
 
-    Returns why it cannot be on; else "". ``falls_back`` and ``moves`` as in :class:`Layout`.
+    Returns why it cannot be on; else "". ``falls_back`` and ``moves`` as in :class:`Layout`; None: what it was.
     """
     with LOCK:
         why = "" if on == is_on(root) else _turn_on(root) if on else _turn_off(root)
         if on and not why:
             state = known.get(root, "layout")
-            state.moves = moves
+            state.moves = state.moves if moves is None else moves
             state.falls_back |= falls_back
         return why
 
