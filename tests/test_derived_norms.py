@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
+from kgopt.rewrite.chains.chain import Chain
+from kgopt.rewrite.norms import sites
 from optimize_pairs import check, check_compiled, pair, results
 
 C = 6
@@ -502,3 +504,11 @@ def test_a_method_that_names_its_class(ran):
     torch.testing.assert_close(net(x), original(x), rtol=1e-9, atol=1e-9)
     assert ran == ["none", "silu"]
     assert type(net).forward.__qualname__ == "Names.forward"
+
+
+@pytest.mark.parametrize("kind", ["group", "instance"])
+def test_a_site_from_before_the_classes_of_norms_is_refused(kind, monkeypatch):
+    """It took no norm for the rest of the process, and nothing said so."""
+    monkeypatch.setitem(sites.LEAVES, kind, [])
+    with pytest.raises(RuntimeError, match="import torch_norms first"):
+        sites.Site(Chain(kind), ("norm",))

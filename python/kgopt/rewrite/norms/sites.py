@@ -75,7 +75,11 @@ class Site:
 
     inside: Any = None  # PyTorch's class, of the site in the forward of a norm
 
-    def __init__(self, chain: Chain, roles: tuple[Any, ...], methods: tuple[str, ...] = ()) -> None:
+    def __init__(self, chain: Chain, roles: tuple[Any, ...], methods: tuple[str, ...] = (), inside: Any = None) -> None:
+        if inside is not None:
+            self.inside = inside
+        elif LEAVES.get(chain.norm) == []:  # it would never take any norm, and say nothing
+            raise RuntimeError("this site is made before the classes of norms that it takes: import torch_norms first")
         self.chain = chain
         self.roles = roles
         self.methods = methods

@@ -42,8 +42,7 @@ def _leaf_forward(_kgopt_site: Site, _kgopt_standing: Standing) -> Any:
 
 def _leaf(original: Any, norm: str) -> Any:
     """The class of a norm on kgopt's kernels."""
-    site, standing = Site(Chain(norm), ("norm",)), Standing(original, "forward")
-    site.inside = original
+    site, standing = Site(Chain(norm), ("norm",), inside=original), Standing(original, "forward")
     forward = _leaf_forward(site, standing)
     made = classes.new_class(original, RECIPE, {"forward": forward}, {"forward": standing}, equal=True)
     made._kgopt_leaf = made  # a class made from it, as FSDP2 makes them, does not pass for it

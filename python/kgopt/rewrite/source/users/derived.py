@@ -294,8 +294,7 @@ class Derived:
                 self.operands.append((name, function))
         called = () if reading is None else tuple(reading.methods)
         self.site = Site(Chain(self.kind, post="+".join(acts) or "none"), ("norm", *roles), called)
-        self.alone = Site(Chain(self.kind), ("norm",))
-        self.alone.inside = base
+        self.alone = Site(Chain(self.kind), ("norm",), inside=base)
 
     def holds(self, norm: Any, x: Any) -> bool:
         """Whether a call of the norm, one of this class, does what was read."""
