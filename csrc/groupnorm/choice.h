@@ -81,8 +81,10 @@ inline NormChoice choose_group_norm(const NormPlanInput& in) {
   const SmallPlan small = plan_group_norm_small(in);
   // Forward's clusters go element by element: vectors of columns come first.
   const bool small_shared = !small.refusal && !in.backward() && small.shares.blocks_log2 > 0;
-  const bool side_by_side = !small.refusal && !in.backward() && has_narrow_groups(in.dims) &&
-                            in.dims.s > kSmallNarrowPositions && plan_group_norm_columns(in).cluster;
+  const bool is_narrow = !in.backward() && has_narrow_groups(in.dims) && in.dims.s > kSmallNarrowPositions;
+  ColumnPlan columns;
+  if (is_narrow) columns = plan_group_norm_columns(in);
+  const bool side_by_side = !small.refusal && is_narrow && columns.cluster;
   if (!small.refusal && !small_shared && !side_by_side) return take(small);
   choice.why_not_of(NormFamily::kSmall) =
       small_shared ? "its clusters go element by element: kernels with vectors are faster" : small.refusal;
@@ -94,7 +96,7 @@ inline NormChoice choose_group_norm(const NormPlanInput& in) {
   const ClusterPlan cluster = plan_group_norm_cluster(in);
   const TilesPlan tiles = plan_group_norm_tiles(in);
   const RowPlan rows = plan_group_norm_rows(in);
-  const ColumnPlan columns = plan_group_norm_columns(in);
+  if (!is_narrow) columns = plan_group_norm_columns(in);
   const SlabPlan slab = plan_group_norm_slab(in);
   // Of small tensors, others end before teams have told each other their moments (H200).
   const bool is_small = in.dims.numel() * dtype_size(in.dims.dtype) < kColumnSmallTensor;

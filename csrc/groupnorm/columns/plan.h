@@ -169,7 +169,8 @@ inline bool set_column_clusters(const NormPlanInput& in, ColumnPlan* plan) {
   bool found = false;
   for (int blocks = 1; blocks <= std::min(in.max_blocks, 16); blocks *= 2) {
     choice.blocks = blocks;
-    // More blocks than multiprocessors run at a time only if they are narrow: a second wave doubles the time (H200).
+    // More blocks than multiprocessors run at a time only if they have few threads: else a second wave makes it 1.6
+    // times the time (H200).
     choice.threads = bytes / blocks > kColumnWideShare && slabs * blocks <= in.sm_count ? 256 : 128;
     ColumnPlan wider;
     if (!set_column_shares(in, choice, &wider)) continue;
