@@ -134,3 +134,18 @@ def test_large_tensors_of_a_model_in_channels_last_are_the_ops(grad, monkeypatch
         called.clear()
         net(other.contiguous(memory_format=torch.channels_last))
         assert called == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("channels", [4, 8, 16, 24, 36, 40, 48, 56, 72, 88, 96, 104, 320, 1000])
+def test_large_tensors_through_registers(channels, dtype):
+    """Blocks of a warp that come out even and that do not, positions that are whole vectors and that are not."""
+    for samples, width in ((1, 128), (2, 129), (3, 130)):
+        height = 2**21 // (samples * channels * width) + 3
+        x = torch.randint(-(2**15), 2**15, (samples, channels, height, width), dtype=torch.int16, device="cuda")
+        x = (x.to(torch.float32) if dtype is torch.float32 else x.view(dtype).nan_to_num()).contiguous()
+        for lies in (x, x.contiguous(memory_format=torch.channels_last)):
+            y = OPS.in_format(lies, lies is x)
+            assert y.is_contiguous(memory_format=torch.channels_last if lies is x else torch.contiguous_format)
+            assert torch.equal(y, x)

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(256) channel_norm_planes_bwd_kernel(const __gr
         const Acc xhat = (v[j] - scale[j].mean) * scale[j].scale;
         v[j] = scale[j].scale * (rounded_product(d[j], weight) - dots[0][j] - xhat * dots[1][j]);
       }
-      store_vec<T, kVec>(dx + own.base + c * p.s, pack<T, kVec>(v));
+      store_result<T, kVec>(dx + own.base + c * p.s, pack<T, kVec>(v));
     };
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(128, kChain == Chain::kAny ? 2 : 3)
         const Acc xhat = (v[j] - scale.mean) * scale.scale;
         v[j] = scale.scale * (rounded_product(d[j], weight[j]) - dot_1 - xhat * dot_x);
       }
-      store_vec<T, kVec>(dx + own.base + c, pack<T, kVec>(v));
+      store_result<T, kVec>(dx + own.base + c, pack<T, kVec>(v));
     };
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {

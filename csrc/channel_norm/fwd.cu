@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(256, 3) channel_norm_planes_kernel(const __gri
       const Acc weight = affine.weight(c), bias = affine.bias(c);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) v[j] = (v[j] - scale[j].mean) * scale[j].scale * weight + bias;
-      store_vec<T, kVec>(y + own.base + c * p.s, finish_position<T, kChain>(p, v));
+      store_result<T, kVec>(y + own.base + c * p.s, finish_position<T, kChain>(p, v));
     });
   }
 }
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(256, 3) channel_norm_pixels_kernel(const __gri
       affine.load(affine.biases + c, bias);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) v[j] = (v[j] - scale.mean) * scale.scale * weight[j] + bias[j];
-      store_vec<T, kVec>(y + own.base + c, finish_position<T, kChain>(p, v));
+      store_result<T, kVec>(y + own.base + c, finish_position<T, kChain>(p, v));
     });
   }
 }

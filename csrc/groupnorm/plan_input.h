@@ -8,6 +8,9 @@
 
 namespace kgopt {
 
+// Elements up to which a single launch makes up for chains that few warps walk (H200: the borders in bf16 and in fp32).
+inline constexpr int64_t kMostWalked = 8 << 20;
+
 struct NormPlanInput {
   GroupNormDims dims;
   int tensors = 1;  // that are read: x, or in a backward x and dy
@@ -31,6 +34,8 @@ struct NormPlanInput {
   int64_t smem_per_sm = 228 << 10;  // of a multiprocessor
 
   bool backward() const { return tensors == 2; }
+  // Whether they take so long that they want all the warps that a multiprocessor has, beside which x does not fit.
+  bool crowds_out() const { return long_chain && dims.numel() > kMostWalked; }
   void set_activations(const ActChain& pre, const ActChain& act, bool with_more = false) {
     extended = with_more;
     const Chain pre_kind = chain_kind(pre), kind = norm_chain_kind(act);

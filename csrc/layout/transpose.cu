@@ -1,4 +1,5 @@
-// Copies that change a tensor's memory format, through tiles in shared memory, and copies that split fp32 in two.
+// Copies that change a tensor's memory format, through registers (transpose_blocks.cuh) or through tiles in shared
+// memory, which convert as well; and copies that split fp32 in two.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -8,6 +9,7 @@
 #include "common/host/launch.h"
 #include "layout/layout.h"
 #include "layout/split.cuh"
+#include "layout/transpose_blocks.cuh"
 
 namespace kgopt {
 namespace {
@@ -18,9 +20,7 @@ constexpr int kFours = kTile / 4;
 constexpr int kSteps = kTile * kFours / kThreads;
 
 template <typename T>
-struct alignas(4 * sizeof(T)) Four {
-  T v[4];
-};
+using Four = Vec<T, 4>;
 
 struct TileOf {
   int64_t n, row, column;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void for_each_four(const T (&tile)[kTile][kTile + 1],
 template <bool kVectors, typename T>
 __device__ __forceinline__ void store_four(T* to, const Four<T>& v, int count) {
   if constexpr (kVectors) {
-    *reinterpret_cast<Four<T>*>(to) = v;
+    store_result(to, v);
   } else {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -263,7 +263,15 @@ __global__ void __launch_bounds__(kThreads) largest_magnitude_kernel(const float
 Status run_transpose(const TransposeParams& p, cudaStream_t stream) {
   if (p.n * p.rows * p.columns == 0) return Status::Ok();
   if (p.from == p.to) {
-    switch (dtype_size(p.from)) {
+    TransposeBlocksParams blocks;
+    const int size = dtype_size(p.from);
+    if (size == 2 && plan_transpose_blocks<uint16_t>(p, &blocks)) {
+      return launch_transpose_blocks<uint16_t>(blocks, stream);
+    }
+    if (size == 4 && plan_transpose_blocks<uint32_t>(p, &blocks)) {
+      return launch_transpose_blocks<uint32_t>(blocks, stream);
+    }
+    switch (size) {
       case 2: return launch<uint16_t>(p, stream);
       case 4: return launch<uint32_t>(p, stream);
       default: return launch<uint64_t>(p, stream);

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) max_pool_kernel(const __grid_constan
     }
   }
   const int64_t position = ((n * p.out[0] + out[0]) * p.out[1] + out[1]) * p.out[2] + out[2];
-  store_vec<T, kSize>(static_cast<T*>(p.y) + position * p.c + channel, pack<T, kSize>(largest));
+  store_result<T, kSize>(static_cast<T*>(p.y) + position * p.c + channel, pack<T, kSize>(largest));
 }
 
 template <typename T, int kSize, bool kTwo, bool kDepth>

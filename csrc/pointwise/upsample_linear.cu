@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) upsample_linear_kernel(const __grid_
 #pragma unroll
           for (int e = 0; e < kSize; ++e) v[i][j][k][e] += added[e];
         }
-        store_vec<T, kSize>(a.y + (row + w.out + k) * a.c + channel, pack<T, kSize>(v[i][j][k]));
+        store_result<T, kSize>(a.y + (row + w.out + k) * a.c + channel, pack<T, kSize>(v[i][j][k]));
       }
     }
   }

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t n = static_cast<int64_t>(at / runs);
   if (n >= a.n) return;
   auto store = [&](int64_t depth, Acc(&v)[kSize]) {
-    store_vec<T, kSize>(a.dx + (((n * a.d + depth) * a.h + h) * a.w + w) * a.c + channel, pack<T, kSize>(v));
+    store_result<T, kSize>(a.dx + (((n * a.d + depth) * a.h + h) * a.w + w) * a.c + channel, pack<T, kSize>(v));
   };
   Acc plane[kSize];
   if constexpr (!kDepth) {

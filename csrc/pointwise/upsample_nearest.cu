@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) upsample_nearest_kernel(const __grid
     const int64_t small = static_cast<int64_t>(plane / a.fd) * a.h + row / a.fh;
     const Vec<T, kSize> value = load_vec<T, kSize>(a.from + (small * a.w + w) * a.pitch + channel);
     T* const to = a.to + (static_cast<int64_t>(rest) * a.w + w) * a.fw * a.c + channel;
-    for (int k = 0; k < a.fw; ++k) store_vec<T, kSize>(to + k * a.c, value);
+    for (int k = 0; k < a.fw; ++k) store_result<T, kSize>(to + k * a.c, value);
   } else {
     const int64_t h = static_cast<int64_t>(rest % static_cast<Index>(a.h));
     rest /= static_cast<Index>(a.h);
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) upsample_nearest_kernel(const __grid
         }
       }
     }
-    store_vec<T, kSize>(a.to + ((plane * a.h + h) * a.w + w) * a.c + channel, pack<T, kSize>(sum));
+    store_result<T, kSize>(a.to + ((plane * a.h + h) * a.w + w) * a.c + channel, pack<T, kSize>(sum));
   }
 }
 

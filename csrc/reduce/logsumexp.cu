@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kFewThreads)
     float result[kVec];
 #pragma unroll
     for (int j = 0; j < kVec; ++j) result[j] = logf(sum[u][j]) + finite(top[u][j]);
-    store_vec(y + u * kStep, pack<T, kVec>(result));
+    store_result(y + u * kStep, pack<T, kVec>(result));
   }
 }
 

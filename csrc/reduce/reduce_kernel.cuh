@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kReduceThreads)
     Vec<T, kInner> y;
 #pragma unroll
     for (int j = 0; j < kInner; ++j) y.v[j] = from_acc<T>(state[j].result(Acc(p.reduced)));
-    store_vec(static_cast<T*>(p.y) + at, y);
+    store_result(static_cast<T*>(p.y) + at, y);
   } else {
     Acc* const out = static_cast<Acc*>(p.partials) + (slice * p.outer * p.inner + at) * 2;
 #pragma unroll
@@ -173,7 +173,7 @@ __device__ __forceinline__ void reduce_backward_at(const ReduceBackwardParams& p
     }
     dx.v[j] = from_acc<T>(result);
   }
-  store_vec(static_cast<T*>(p.dx) + at, dx);
+  store_result(static_cast<T*>(p.dx) + at, dx);
 }
 
 template <typename T, int kVec, typename Of>

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kRoundThreads) round_kernel(RoundParams<T> p) 
   const int64_t vectors = p.count / kRoundVec;
   for (int64_t i = first; i < vectors; i += step) {
     const auto v = load_vec<float, kRoundVec>(p.x + i * kRoundVec);
-    store_vec(p.y + i * kRoundVec, pack<T, kRoundVec>(v.v));
+    store_result(p.y + i * kRoundVec, pack<T, kRoundVec>(v.v));
   }
   for (int64_t i = vectors * kRoundVec + first; i < p.count; i += step) p.y[i] = from_acc<T>(p.x[i]);
 }

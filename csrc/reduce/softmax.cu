@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads) scaled_softmax_kernel(const _
         unpack(loaded[b], v);
 #pragma unroll
         for (int j = 0; j < kVec; ++j) v[j] = exp_of(fma(v[j], scale, -shift)) * factor;
-        store_vec(y + i, pack<Out, kVec>(v));
+        store_result(y + i, pack<Out, kVec>(v));
       });
     });
   }

@@ -58,6 +58,29 @@ __device__ __forceinline__ void store_vec(T* p, const Vec<T, kSize>& v) {
   *reinterpret_cast<Vec<T, kSize>*>(p) = v;
 }
 
+// To global memory. Written out: behind a branch the compiler turns an assignment into stores of a word each, which
+// take several times as long.
+__device__ __forceinline__ void store_words(void* to, const uint4& bits) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_words(void* to, const uint2& bits) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(bits.x), "r"(bits.y) : "memory");
+}
+// store_vec for what lies in global memory: results.
+template <typename T, int kSize>
+__device__ __forceinline__ void store_result(T* p, const Vec<T, kSize>& v) {
+  constexpr int kBytes = sizeof(v);
+  if constexpr (kSize > 1 && kBytes % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < kBytes / 16; ++i) store_words(p + i * 16 / sizeof(T), reinterpret_cast<const uint4*>(&v)[i]);
+  } else if constexpr (kSize > 1 && kBytes == 8) {
+    store_words(p, *reinterpret_cast<const uint2*>(&v));
+  } else {
+    store_vec(p, v);
+  }
+}
+
 // A 16-byte vector of 2-byte elements to floats and back, two elements an instruction where the hardware can.
 template <typename T, int kSize>
 __device__ __forceinline__ void unpack(const Vec<T, kSize>& v, acc_t<T> (&x)[kSize]) {

@@ -111,7 +111,9 @@ __device__ __forceinline__ float softsign_factor(float x) {
 }
 
 // exp(x) - 1 for x <= 0.
+template <bool kCoarse>
 __device__ __forceinline__ float fast_expm1(float x) {
+  if constexpr (kCoarse) return x < -0.0625f ? fast_exp(x) - 1.f : x * polynomial(x, {1.f, 0.5f, 0.166666667f});
   const float rest = polynomial(x, {0.499999865f, 0.166662887f, 0.0416320444f, 0.00819328528f, 0.00112591379f});
   const float small = fmaf(x * x, rest, x);
   return x < -0.5f ? fast_exp(x) - 1.f : small;
@@ -132,8 +134,8 @@ __device__ __forceinline__ float fast_value(float x, float a = 0.f, float b = 0.
   if constexpr (kAct == Act::kTanh) return fast_tanh<kCoarse>(x);
   if constexpr (kAct == Act::kHardswish) return x * (fminf(fmaxf(x + 3.f, 0.f), 6.f) * (1.f / 6));
   if constexpr (kAct == Act::kHardtanh || kAct == Act::kClamp) return fast_min(fast_max(x, a), b);
-  if constexpr (kAct == Act::kElu) return x > 0.f ? x * b : a * fast_expm1(x);
-  if constexpr (kAct == Act::kCelu) return x > 0.f ? x : a * fast_expm1(x * b);
+  if constexpr (kAct == Act::kElu) return x > 0.f ? x * b : a * fast_expm1<kCoarse>(x);
+  if constexpr (kAct == Act::kCelu) return x > 0.f ? x : a * fast_expm1<kCoarse>(x * b);
   if constexpr (kAct == Act::kMish) {
     // tanh(softplus(x)) is n / (n + 2) with n = e^2 + 2 e, e = exp(x); above 20 it is 1, and e^2 may not overflow.
     const float e = fast_exp(fast_min(x, 20.f)), n = fmaf(e, e, 2.f * e);

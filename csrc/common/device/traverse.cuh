@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kTraverseThreads, F::kWalks ? 2 : 3)
     acc_t<T> xs[kSize], seconds[kSize], y[kSize];
     unpack_inputs<F::kInputs>(x[u], second[u], xs, seconds);
     a.f.apply(same(coef), xs, seconds, y);
-    store_vec<Out, kSize>(a.y + at, pack<Out, kSize>(y));
+    store_result<Out, kSize>(a.y + at, pack<Out, kSize>(y));
   }
   if constexpr (kSize > 1) {
     // Apart and not unrolled: instructions that are not needed need not be fetched either.
@@ -251,8 +251,9 @@ struct ColumnEdges {
   static constexpr int kMost = 8;  // elements of a vector
 };
 
+// Chains that are walked take registers for two blocks of a multiprocessor, and are faster with three.
 template <typename F, int kSize>
-__global__ void __launch_bounds__(kTraverseThreads)
+__global__ void __launch_bounds__(kTraverseThreads, F::kWalks&& kSize == 8 ? 3 : 0)
     elementwise_columns_kernel(const __grid_constant__ ElementwiseArgs<F> a, ColumnGeometry geometry, int64_t slices,
                                int64_t slice_length) {
   using T = typename F::Element;
@@ -299,7 +300,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
         acc_t<T> xs[kSize], seconds[kSize], y[kSize];
         unpack_inputs<F::kInputs>(x[u], second[u], xs, seconds);
         a.f.apply(each(coef), xs, seconds, y);
-        store_vec<Out, kSize>(a.y + at + u * step, pack<Out, kSize>(y));
+        store_result<Out, kSize>(a.y + at + u * step, pack<Out, kSize>(y));
       }
     }
     position += int64_t(kTraverseUnroll) * geometry.walkers;
@@ -635,11 +636,19 @@ __global__ void __launch_bounds__(kTraverseThreads)
   }
   __syncthreads();
   const int columns = geometry.lanes * kSize;
+  // Of few channels there are many walkers, which one thread a channel would take longer to merge than to read.
+  for (int count = geometry.walkers; count > 1;) {
+    const int half = (count + 1) / 2;
+    for (int i = threadIdx.x; i < (count - half) * columns; i += kTraverseThreads) {
+      R::merge(shared[i], shared[i + half * columns]);
+    }
+    __syncthreads();
+    count = half;
+  }
   for (int c = threadIdx.x; c < columns; c += kTraverseThreads) {
     const int64_t r = channel_block * columns + c;
     if (r >= a.rows) continue;
-    auto partial = shared[c];
-    for (int w = 1; w < geometry.walkers; ++w) R::merge(partial, shared[w * columns + c]);
+    const auto partial = shared[c];
     // The channels of each turn in their order.
     const uint32_t at = static_cast<uint32_t>(r), of = static_cast<uint32_t>(a.channels);
     const int64_t place =

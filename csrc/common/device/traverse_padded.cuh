@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
       acc_t<T> values[kSize], results[kSize];
       unpack(own[u], values);
       a.f.apply(each(coef), values, values, results);
-      store_vec<Out, kSize>(y + position * a.c, pack<Out, kSize>(results));
+      store_result<Out, kSize>(y + position * a.c, pack<Out, kSize>(results));
     }
   }
 }

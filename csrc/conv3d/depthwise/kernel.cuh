@@ -267,13 +267,14 @@ struct DepthwiseKernel {
 #pragma unroll
       for (int c = 0; c < 8; ++c) v[c] = sums[kOpen - 1][0][r][c] + bias;
       if (p.dtype == Dtype::kBFloat16) {
-        store_vec(static_cast<__nv_bfloat16*>(p.y) + at, pack<__nv_bfloat16, 8>(v));
+        store_result(static_cast<__nv_bfloat16*>(p.y) + at, pack<__nv_bfloat16, 8>(v));
       } else if (p.dtype == Dtype::kFloat16) {
-        store_vec(static_cast<__half*>(p.y) + at, pack<__half, 8>(v));
+        store_result(static_cast<__half*>(p.y) + at, pack<__half, 8>(v));
       } else {
         float* const to = static_cast<float*>(p.y) + at;
-        *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
-        if (w + 4 < p.out[2]) *reinterpret_cast<float4*>(to + 4) = make_float4(v[4], v[5], v[6], v[7]);
+        const Vec<float, 4> low{{v[0], v[1], v[2], v[3]}}, high{{v[4], v[5], v[6], v[7]}};
+        store_result(to, low);
+        if (w + 4 < p.out[2]) store_result(to + 4, high);
       }
       at += p.y_stride[1];
     }
@@ -342,8 +343,8 @@ struct DepthwiseKernel {
       const uint4 raw = pack_words(v, p.dtype);
       char* const to = static_cast<char*>(p.y) + (offset + w) * size;
       switch (size << log2) {
-        case 16: *reinterpret_cast<uint4*>(to) = raw; break;
-        case 8: *reinterpret_cast<uint2*>(to) = make_uint2(raw.x, raw.y); break;
+        case 16: store_words(to, raw); break;
+        case 8: store_words(to, make_uint2(raw.x, raw.y)); break;
         default: *reinterpret_cast<uint32_t*>(to) = raw.x;
       }
       return;

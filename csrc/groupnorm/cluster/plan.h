@@ -135,6 +135,7 @@ inline ClusterPlan plan_group_norm_cluster(const NormPlanInput& in) {
   const bool for_teams = many_or_small && !d.channels_last && (in.tensors == 1 || d.channels_per_group() == 1);
   if (for_teams && set_shares(in, 0, 0, &plan)) return plan;
   if (in.max_blocks == 0) return refuse("clusters and bulk copies need compute capability 9.0 and code built for it");
+  if (d.channels_last && in.crowds_out()) return refuse("slow activations need more warps than fit beside x");
   // A block for each would take longer than passes over all of them.
   if (bytes < 768 && groups > 8192) return refuse("there are many groups of under 768 bytes");
   bool found = false;

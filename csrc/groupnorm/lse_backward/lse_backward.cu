@@ -184,8 +184,8 @@ __global__ void __launch_bounds__(kThreads, 4)
     shares.v[j] = share_of(dlse.v[j], sums[j].sum);
     shifts.v[j] = shift_of(sums[j].largest);
   }
-  store_vec<Acc, kVec>(static_cast<Acc*>(p.shares) + n * d.s + at, shares);
-  store_vec<Acc, kVec>(static_cast<Acc*>(p.shifts) + n * d.s + at, shifts);
+  store_result<Acc, kVec>(static_cast<Acc*>(p.shares) + n * d.s + at, shares);
+  store_result<Acc, kVec>(static_cast<Acc*>(p.shifts) + n * d.s + at, shifts);
 }
 
 // The same for channels_last: `lanes` threads of a warp, a power of two, take the channels of a position.
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, 2) norm_lse_rows_kernel(const __grid
           sums[i][1] += t.dz * t.xhat;
         }
       }
-      if constexpr (kStore) store_vec<T, kVec>(dx + i * d.s + at, pack<T, kVec>(values));
+      if constexpr (kStore) store_result<T, kVec>(dx + i * d.s + at, pack<T, kVec>(values));
     }
   }
   if constexpr (!kStore) {
@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(kThreads, 2)
             sums[j][1] += t.dz * t.xhat;
           }
         }
-        if constexpr (kStore) store_vec<T, kVec>(dx + position * d.c, pack<T, kVec>(values));
+        if constexpr (kStore) store_result<T, kVec>(dx + position * d.c, pack<T, kVec>(values));
       }
     }
   }

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
         values[j] = ((values[j] - mean[j]) * weight[j] + bias[j]) * factors[j] + terms[j];
       }
       activate<kAct, T>(a.act, values);
-      store_vec<T, kSize>(y + position * a.c, pack<T, kSize>(values));
+      store_result<T, kSize>(y + position * a.c, pack<T, kSize>(values));
     }
   }
 }
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
       values[j] = ((values[j] - affine.mean) * weight + affine.bias) * scale + shift;
     }
     activate<kAct, T>(a.act, values);
-    store_vec<T, kSize>(y + at, pack<T, kSize>(values));
+    store_result<T, kSize>(y + at, pack<T, kSize>(values));
   }
 }
 

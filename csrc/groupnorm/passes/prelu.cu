@@ -121,7 +121,7 @@ struct PReluGradient {
       dy[j] = above ? dy[j] : dy[j] * coef(j).slope;
     }
     if constexpr (kWhole) {
-      store_vec<T, kSize>(dz + at, pack<T, kSize>(dy));
+      store_result<T, kSize>(dz + at, pack<T, kSize>(dy));
     } else {
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {

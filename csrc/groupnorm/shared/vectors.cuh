@@ -210,12 +210,6 @@ __device__ __forceinline__ void make_dx(const ActChain& pre, const ActChain& act
   }
 }
 
-// Written out: behind a branch the compiler turns an assignment into four stores of a word each.
-__device__ __forceinline__ void store_bits(void* to, const uint4& bits) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
-               : "memory");
-}
-
 template <typename T, int kVec>
 __device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], bool streaming) {
   const Vec<T, kVec> v = pack<T, kVec>(x);
@@ -223,7 +217,7 @@ __device__ __forceinline__ void store_values(T* to, const float (&x)[kVec], bool
   if (streaming) {
     __stcs(reinterpret_cast<uint4*>(to), bits);
   } else {
-    store_bits(to, bits);
+    store_words(to, bits);
   }
 }
 

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kHeadThreads) conv_head_dgrad_kernel(const __g
 #pragma unroll
         for (int j = 0; j < kVec; ++j) dx[j] += dy[b][k] * w[k][j];
       }
-      store_vec(static_cast<T*>(p.dx) + (row + b * t.step) * p.plan.c_in + t.column * kVec, pack<T, kVec>(dx));
+      store_result(static_cast<T*>(p.dx) + (row + b * t.step) * p.plan.c_in + t.column * kVec, pack<T, kVec>(dx));
     }
   }
 }

@@ -444,12 +444,12 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
 #pragma unroll
           for (int i = 0; i < 8; i += 4) {
             if (valid[i / 4]) {
-              *reinterpret_cast<float4*>(y + offset + block * 32 + i / 4 * kNextFour) =
-                  make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+              store_result(y + offset + block * 32 + i / 4 * kNextFour,
+                           Vec<Element, 4>{{v[i], v[i + 1], v[i + 2], v[i + 3]}});
             }
           }
         } else if (valid[0]) {
-          store_vec(y + offset + block * 32, pack<Element, 8>(v));
+          store_result(y + offset + block * 32, pack<Element, 8>(v));
         }
       }
     };
