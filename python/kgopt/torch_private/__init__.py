@@ -29,6 +29,8 @@ from kgopt.torch_private.compilers import (
     register_backend,
 )
 from kgopt.torch_private.cuda import (
+    CAN_BORROW,
+    borrowed,
     clear_blas_workspaces,
     conv_precision,
     copy_each,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kgopt.torch_private.lookup import expect, private, privates
 
@@ -99,6 +100,24 @@ current_stream: Callable[[int], int] = (
     if torch.version.cuda
     else _current_stream
 )
+
+
+def _probe_storage(make: Any) -> None:
+    number = torch.zeros(1)
+    expect(make(number.data_ptr(), number.device, 4), torch.UntypedStorage)
+
+
+_storage_at = private(
+    "torch._C._construct_storage_from_data_pointer", None, "CUDA graphs copy every argument", _probe_storage
+)
+CAN_BORROW = _storage_at is not None
+
+
+def borrowed(t: Tensor) -> Tensor:
+    """A tensor of the same kind at the same place, which does not keep the memory. Where ``CAN_BORROW`` holds."""
+    numbers = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    storage = _storage_at(t.data_ptr(), t.device, numbers * t.element_size())
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, t.shape, t.stride())
 
 
 def _keep_busy(cycles: int) -> None:

@@ -2,7 +2,8 @@
 
 The root gets a forward (the outermost part of its class) that looks a call up: by the kinds of its tensors, the values
 of its other arguments, and PyTorch's switches. A call that was recorded copies its tensors to the recording's own,
-replays, and returns copies of the results. Every other call runs the plain path.
+replays, and returns copies of the results. A tensor that lay at one address in two calls is read there instead, as long
+as each call has it there; the first that has not is recorded anew, with copies. Every other call runs the plain path.
 
 A replay runs no Python. So a model is recorded only where repeating its call showed no effect but its results (no write
 to its state or its inputs, no random number, no copy between CPU and GPU), and each call compares all that the model

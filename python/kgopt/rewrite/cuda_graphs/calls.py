@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from kgopt.rewrite.cuda_graphs import machine
 from kgopt.rewrite.cuda_graphs.effects import no_casts_kept, undone
-from kgopt.rewrite.cuda_graphs.keys import RefusedError, form_of, key_of, switches
+from kgopt.rewrite.cuda_graphs.keys import RefusedError, form_of, key_of, like, places_of, staying, switches
 from kgopt.rewrite.cuda_graphs.recording import (
     Call,
     ChangesError,
     Recording,
+    Seen,
     check_that_calls_can_be_seen,
     recorded,
     result_alone,
@@ -30,6 +31,7 @@ from kgopt.torch_private import any_requires_grad, len_torch_function_stack
 
 CALLS = 8  # that are recorded of a model, of different kinds
 RENEWALS = 8  # how often a model may change before it is left alone
+WATCHED = 3  # calls behind a recording of an example, which may lie elsewhere than what comes
 GAIN = 0.97  # of the plain path's time, above which "auto" records nothing
 BUSY = "its launches are over long before its work is"
 
@@ -60,7 +62,7 @@ class Graphs:
             lane.settle()
         self.stamp: Stamp | None = None
         self.lane: Any = None
-        self.calls: dict[Any, Recording | str | None] = {}  # a reason why not; None: seen once
+        self.calls: dict[Any, Recording | Seen | str] = {}  # a reason why not
         self.last_reason = ""
 
     def call(
@@ -82,16 +84,21 @@ class Graphs:
         key = None if self.off or root.training else self._key(root, args, kwargs, tensors)
         if key is not None and self.lock.acquire(blocking=False):
             try:
-                replayed = self._replayed(key, root, tensors)
+                replayed = self._replayed(key, root, tensors, counts=not seen)
                 if replayed is not None:
                     return replayed[0]
                 found = self._found(key, root)
-                if found is None and (seen or (key in self.calls and self._takes(key))):
-                    self.calls[key] = self._try(Call(forward, root, args, kwargs, tensors), timed, asks)
-                elif found is None and len(self.calls) < 4 * CALLS:
-                    self.calls[key] = None
-                elif isinstance(found, Recording):
+                if isinstance(found, Recording):
                     return found.run(self.lane, tensors)
+                if isinstance(found, str):
+                    pass
+                elif seen or (found is not None and self._takes(key)):
+                    made = self._try(Call(forward, root, args, kwargs, tensors), found or Seen(), timed, asks)
+                    if found is None and isinstance(made, Recording):
+                        made.watched = WATCHED
+                    self.calls[key] = made
+                elif found is not None or len(self.calls) < 4 * CALLS:
+                    self.calls[key] = Seen(places_of(tensors))
             finally:
                 self.lock.release()
         return forward(root, *args, **kwargs)
@@ -111,13 +118,19 @@ class Graphs:
             return None
         return key
 
-    def _replayed(self, key: Any, root: nn.Module, tensors: list[Tensor]) -> tuple[Any] | None:
+    def _replayed(self, key: Any, root: nn.Module, tensors: list[Tensor], counts: bool) -> tuple[Any] | None:
         """The result of a replay, if there is one that is right.
 
         The model is compared while the device works. A replay that turns out to be wrong has read memory that is still
         the model's and written to its own, so it is forgotten. Where it may do harm, :meth:`_found` compares first.
         """
         found, stamp = self.calls.get(key), self.stamp
+        if isinstance(found, Recording) and (found.places or found.watched):
+            again = found.again(tensors, counts)
+            if again is not None:
+                self.calls[key] = again
+                self._leave()
+                return None
         if not isinstance(found, Recording) or not found.is_harmless or stamp is None or not stamp.may_launch(root):
             return None
         try:
@@ -128,8 +141,8 @@ class Graphs:
             return None
         return (result,) if stamp.holds_beside_places(root) else None
 
-    def _found(self, key: Any, root: nn.Module) -> Recording | str | None:
-        """The recording, or why there is none; None: this kind of call may be recorded."""
+    def _found(self, key: Any, root: nn.Module) -> Recording | Seen | str | None:
+        """The recording, or why there is none; None: this kind of call is new."""
         if self.stamp is not None and not self.stamp.holds(root):
             self._renew()
         if are_hooked(root) if self.stamp is None else self.stamp.is_hooked:
@@ -163,15 +176,16 @@ class Graphs:
         if self.renewals > RENEWALS:
             self.off = f"the model changed {self.renewals} times after a call was recorded"
 
-    def _try(self, call: Call, timed: bool, asks: bool) -> Recording | str:
+    def _try(self, call: Call, seen: Seen, timed: bool, asks: bool) -> Recording | str:
         """Records a call, or says why not."""
         if sum(isinstance(c, Recording) for c in self.calls.values()) >= CALLS:
             return f"{CALLS} kinds of calls are recorded already"
+        timed = timed and not seen.pays
         compares = self.mode == "auto" and timed
         try:
-            found = self._record(call, compares and asks)
-            if timed:
-                found.before, found.after = self._seconds(found, call)
+            found = self._record(call, compares and asks, staying(seen.places, places_of(call.tensors)))
+            found.pays = seen.pays or not found.places
+            found.before, found.after = self._seconds(found, call) if timed else (seen.before, seen.after)
         except ChangesError as reason:
             self.reset()
             self.off = str(reason)
@@ -188,19 +202,24 @@ class Graphs:
         """A call that failed leaves no memory behind, unless other calls have their recordings there. The stamp stays:
         once the model has changed, the call may be tried again.
         """
-        if not any(isinstance(c, Recording) for c in self.calls.values()):
-            if self.lane is not None:
-                self.lane.settle()
-            self.lane = None
+        self._leave()
         self.last_reason = reason
         return reason
 
-    def _record(self, call: Call, asks: bool) -> Recording:
+    def _leave(self) -> None:
+        """Gives the lane up, unless there are recordings in it."""
+        if self.lane is not None:
+            self.lane.settle()
+        if not any(isinstance(c, Recording) for c in self.calls.values()):
+            self.lane = None
+
+    def _record(self, call: Call, asks: bool, places: Mapping[int, int]) -> Recording:
         device, grad = call.device, torch.is_grad_enabled()
         check_that_calls_can_be_seen(call)
         # Out of inference mode: its tensors could not be written to by calls that are not in it.
         with undone(call.root), torch.inference_mode(False), torch.set_grad_enabled(grad), no_casts_kept():
-            own = call.on_own_tensors()  # what it writes to its arguments happens once, in the call that follows
+            # On copies: what it writes to its arguments happens once, in the call that follows.
+            own = call.on(list(map(like, call.tensors)))
             if asks and machine.MACHINE.is_busy(own.run, device):
                 raise RefusedError(BUSY)
             if self.lane is None:
@@ -209,7 +228,7 @@ class Graphs:
                 own.run()  # sites measure themselves; what the model makes at its first call is there
                 self.stamp = stamp_of(own, self.stamp, harmless=self.mode == "auto")
                 expected, is_harmless = result_alone(own, self.stamp)
-            found = recorded(own, call.tensors, self.lane, self.stamp, expected)
+            found = recorded(own, call.tensors, self.lane, self.stamp, expected, places)
             found.is_harmless = is_harmless
             return found
 
@@ -222,6 +241,7 @@ class Graphs:
             call.key()
             switches()
             stamp.may_launch(call.root)
+            recording.fits(call.tensors)
             result = recording.run(self.lane, call.tensors)
             stamp.holds_beside_places(call.root)
             return result

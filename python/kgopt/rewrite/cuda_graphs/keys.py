@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import enum
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,16 @@ def like(t: Tensor) -> Tensor:
     if is_expanded(t):
         raise RefusedError("a tensor is expanded: its elements share memory")
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+
+
+def places_of(tensors: Sequence[Any]) -> list[int]:
+    """Where they lie; 0 for those that a recording copies in any case."""
+    return list(map(machine.MACHINE.place, tensors))
+
+
+def staying(before: Sequence[int], now: Sequence[int]) -> dict[int, int]:
+    """Which tensors lie where they lay, by number, and where."""
+    return {i: place for i, (place, then) in enumerate(zip(now, before, strict=False)) if place and place == then}
 
 
 def switches() -> Any:

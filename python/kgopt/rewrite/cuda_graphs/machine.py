@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kgopt.rewrite.measure import clocks
 from kgopt.rewrite.pytorch.watching import is_captured
-from kgopt.torch_private import clear_blas_workspaces, current_stream, end_allocation_to_pool
+from kgopt.torch_private import CAN_BORROW, clear_blas_workspaces, current_stream, end_allocation_to_pool
 
 _HERE = contextlib.nullcontext()
+ALIGNMENT = 512  # bytes, as PyTorch's allocator has it
 LONG = 0.03  # seconds of a call whose launches "auto" looks at first
 
 
@@ -26,6 +27,21 @@ class Cuda:
     def takes(self, t: Tensor) -> bool:
         """Whether a tensor is where calls can be recorded."""
         return t.is_cuda
+
+    def place(self, t: Tensor) -> int:
+        """The address where a recording may read a tensor; 0: it has a copy.
+
+        A copy is aligned: with an argument that is not, kernels would be recorded that nobody has measured.
+        """
+        if not CAN_BORROW or type(t) is not Tensor or not t.is_cuda or t.layout is not torch.strided:
+            return 0
+        if t.is_conj() or t.is_neg() or not t.numel():
+            return 0
+        try:
+            address = t.data_ptr()
+        except RuntimeError:  # it is one that a transform (vmap) has wrapped
+            return 0
+        return 0 if address % ALIGNMENT else address
 
     def is_recording(self) -> bool:
         """Whether somebody records what runs now."""

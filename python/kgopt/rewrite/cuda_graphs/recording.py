@@ -6,7 +6,7 @@ A call that a replay would not do for is refused, with the reason.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from kgopt.rewrite.cuda_graphs import machine
 from kgopt.rewrite.cuda_graphs.effects import Looking, is_integer, random_states
-from kgopt.rewrite.cuda_graphs.keys import RefusedError, key_of, leaves, like, with_tensors
+from kgopt.rewrite.cuda_graphs.keys import RefusedError, key_of, leaves, like, places_of, staying, with_tensors
 from kgopt.rewrite.cuda_graphs.outside import Listener
 from kgopt.rewrite.cuda_graphs.stamp import Stamp
-from kgopt.torch_private import dispatch_mode, version_of
+from kgopt.torch_private import borrowed, dispatch_mode, version_of
 
 
 class ChangesError(RefusedError):
@@ -41,11 +41,11 @@ class Call:
         """Its result."""
         return self.forward(self.root, *self.args, **self.kwargs)
 
-    def on_own_tensors(self) -> Call:
-        """The same call on copies of its tensors."""
-        own = {id(given): like(given) for given in self.tensors}
-        args, kwargs = (with_tensors(v, lambda t: own[id(t)]) for v in (self.args, self.kwargs))
-        return Call(self.forward, self.root, args, kwargs, list(own.values()))
+    def on(self, tensors: list[Tensor]) -> Call:
+        """The same call on other tensors."""
+        other = {id(given): t for given, t in zip(self.tensors, tensors, strict=True)}
+        args, kwargs = (with_tensors(v, lambda t: other[id(t)]) for v in (self.args, self.kwargs))
+        return Call(self.forward, self.root, args, kwargs, tensors)
 
     def key(self) -> Any:
         """Of its arguments."""
@@ -68,13 +68,33 @@ class Call:
         return first
 
 
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """A kind of call that is recorded when it comes again."""
+
+    places: Sequence[int] = ()  # where its tensors lay
+    pays: bool = False  # it was recorded before, with copies, and that was worth it
+    before: float = 0.0  # seconds of a call without and with that
+    after: float = 0.0
+
+
 class Recording:
     """One kind of call."""
 
-    def __init__(self, replay: Callable[[], None], inputs: list[Tensor], outputs: Any, given: dict[int, int]) -> None:
-        """``given``: of outputs that are inputs, by id: which."""
+    def __init__(
+        self,
+        replay: Callable[[], None],
+        inputs: list[Tensor],
+        outputs: Any,
+        given: dict[int, int],
+        places: Mapping[int, int],
+    ) -> None:
+        """``given``: of outputs that are inputs, by id: which; ``places``: of inputs that are read where they are, by
+        number: where. Of those nothing is held.
+        """
         self.replay = replay
-        self.inputs = inputs
+        self._copied = [(i, t) for i, t in enumerate(inputs) if i not in places]
+        self.places = dict(places)
         self.outputs = outputs
         # Of each tensor among the outputs which input it is, and what copies it with its strides.
         self._results = [(t, given.get(id(t)), copier(t)) for t in leaves(outputs)]
@@ -82,16 +102,36 @@ class Recording:
         is_flat = type(outputs) in (list, tuple) and all(isinstance(t, Tensor) for t in outputs)
         self._is_list = is_flat and not given and len(self._results) == len(outputs)
         self._is_tensor = type(outputs) is Tensor and not given
-        shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in self.inputs)
-        self.text = f"({shapes}) {self.inputs[0].dtype}".replace("torch.", "")  # for the report
+        shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in inputs)
+        self.text = f"({shapes}) {inputs[0].dtype}".replace("torch.", "")  # for the report
         self.is_harmless = False  # where the model is another one by now, too: its result is dropped then
         self.before = self.after = 0.0  # seconds of a call without and with it
+        self.pays = False  # with copies of all tensors, too
+        self.watched = 0  # calls from now on, each of which shows whether tensors stay where they are
+        self._lay: Sequence[int] = ()  # where they were at the last of those
+
+    def fits(self, tensors: list[Tensor]) -> bool:
+        """Whether those that it reads where they are lie there."""
+        return all([tensors[i].data_ptr() == place for i, place in self.places.items()])
+
+    def again(self, tensors: list[Tensor], counts: bool) -> Seen | None:
+        """Whether it is to be recorded again, and how: once with copies of all tensors, where one lies elsewhere;
+        before that once without copies of those that stay. ``counts``: the call shows whether they do.
+        """
+        if self.places:
+            return None if self.fits(tensors) else Seen((), self.pays, self.before, self.after)
+        if self.watched and counts:
+            self.watched -= 1
+            before, self._lay = self._lay, places_of(tensors)
+            if staying(before, self._lay):
+                return Seen(before, self.pays, self.before, self.after)
+        return None
 
     def run(self, lane: Any, tensors: list[Tensor]) -> Any:
         """The results for these tensors, which the next call leaves alone."""
         with lane.turn():
-            for own, given in zip(self.inputs, tensors, strict=True):
-                own.copy_(given)
+            for i, own in self._copied:
+                own.copy_(tensors[i])
             self.replay()
             if self._is_tensor:
                 return self._results[0][2](self.outputs)
@@ -162,12 +202,18 @@ def _bits(t: Tensor) -> Tensor:
     return t.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def recorded(call: Call, tensors: list[Tensor], lane: Any, stamp: Stamp, expected: Any) -> Recording:
-    """What replays a call on tensors of its own; of ``tensors`` a replay gives ``expected``."""
+def recorded(
+    call: Call, tensors: list[Tensor], lane: Any, stamp: Stamp, expected: Any, places: Mapping[int, int]
+) -> Recording:
+    """What replays a call on tensors of its own; of ``tensors`` a replay gives ``expected``.
+
+    ``places``: those of ``tensors`` that are read where they are, by number.
+    """
+    call = call.on([borrowed(tensors[i]) if i in places else own for i, own in enumerate(call.tensors)])
     replay, outputs = lane.record(call.run)
     if not stamp.holds(call.root):
         raise ChangesError
-    found = Recording(replay, call.tensors, outputs, given_of(outputs, call.tensors, stamp.tensors))
+    found = Recording(replay, call.tensors, outputs, given_of(outputs, call.tensors, stamp.tensors), places)
     if not agree(expected, found.run(lane, tensors)):
         raise RefusedError("a replay gives another result than the call")
     return found

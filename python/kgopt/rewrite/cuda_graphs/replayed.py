@@ -1,7 +1,8 @@
 """Compiled functions that wait for the host, replayed as CUDA graphs.
 
 The results of a replay are copies: unlike those of ``mode="reduce-overhead"`` they are never overwritten. Parameters
-and buffers are read where they are, so what is written to them is seen; other arguments are copied into the recording.
+and buffers are read where they are, so what is written to them is seen. So are, in inference, other arguments that lie
+where they lay at the first call; the rest is copied into the recording.
 In training the backward is replayed, too (:mod:`~kgopt.rewrite.cuda_graphs.replayed_steps`).
 """
 
@@ -19,12 +20,13 @@ from torch import Tensor
 from kgopt.rewrite.cuda_graphs import machine
 from kgopt.rewrite.cuda_graphs.calls import BUSY, GAIN, RENEWALS
 from kgopt.rewrite.cuda_graphs.effects import random_states
-from kgopt.rewrite.cuda_graphs.keys import RefusedError, like
+from kgopt.rewrite.cuda_graphs.keys import RefusedError, like, places_of, staying
 from kgopt.rewrite.cuda_graphs.recording import Recording, agree, given_of
 from kgopt.rewrite.cuda_graphs.replayed_steps import Step
 from kgopt.torch_private import (
     KNOWS_IF_GRAPH_STAYS,
     are_functorch_transforms_active,
+    borrowed,
     is_of_module,
     may_hook_saved_tensors,
 )
@@ -54,9 +56,11 @@ class Replayed:
         self.lock = threading.Lock()  # who does not get it takes the plain path
         self.lane: Any = None
         self.recording: Recording | Step | None = None
-        self.moving: list[int] = []  # arguments that are copied
-        self.held: list[int] = []  # the others
-        self.places: list[int] = []  # where those are
+        self.held: list[int] = []  # arguments that modules hold
+        self.moving: list[int] = []  # the others
+        self.staying: dict[int, int] = {}  # of those the ones that are read where they are, and where
+        self.places: list[int] = []  # of all that are read where they are
+        self.lay: list[int] = []  # where arguments were at the first call; empty once one was elsewhere
         self.recorded = self.calls = 0
         self.why = ""  # nothing is recorded any more
 
@@ -68,6 +72,8 @@ class Replayed:
     def __call__(self, *inputs: Any) -> Any:
         """The function's results."""
         self.calls += 1
+        if self.calls == 1 and not self.grad:
+            self.lay = places_of(inputs)
         if self.why or self.calls < 2 or machine.MACHINE.is_recording() or (self.grad and not _may_replay_steps()):
             return self.run(*inputs)
         if not self.lock.acquire(blocking=False):
@@ -93,8 +99,12 @@ class Replayed:
         """Records a call on these inputs, or notes why not."""
         if self.lane is not None:
             self.lane.settle()
+        moved = self.recording is not None and any(inputs[i].data_ptr() != at for i, at in self.staying.items())
+        stay = moved and all(inputs[i].data_ptr() == at for i, at in zip(self.held, self.places, strict=False))
         self.recording = None
-        self.recorded += 1
+        if moved:  # arguments are copied from now on, with a pool that is new: the old one has no recording any more
+            self.lay, self.lane = [], None
+        self.recorded += not stay
         if self.recorded > RENEWALS:
             self.why = f"what its modules hold was replaced {RENEWALS} times"
             return
@@ -112,7 +122,9 @@ class Replayed:
     def _record(self, inputs: Sequence[Any]) -> None:
         self.held = [i for i, t in enumerate(inputs) if is_of_module(t)]
         self.moving = [i for i in range(len(inputs)) if i not in self.held]
-        self._pick = _picked(self.held)
+        found = staying(self.lay, places_of(inputs)) if self.lay else {}
+        self.staying = {i: place for i, place in found.items() if i in self.moving}
+        self._pick = _picked([*self.held, *self.staying])
         self.places = list(map(Tensor.data_ptr, self._pick(inputs)))
         if not self.moving:
             raise RefusedError("no argument but what modules hold")
@@ -132,9 +144,12 @@ class Replayed:
             expected = self.run(*own)
             if random_states(device) != drawn:
                 raise RefusedError("it draws random numbers")
+        own = [borrowed(inputs[i]) if i in self.staying else t for i, t in enumerate(own)]
         replay, outputs = self.lane.record(lambda: self.run(*own))
-        copied = [own[i] for i in self.moving]
-        self.recording = Recording(replay, copied, outputs, given_of(outputs, copied, [own[i] for i in self.held]))
+        taken = [own[i] for i in self.moving]
+        given = given_of(outputs, taken, [own[i] for i in self.held])
+        places = {at: self.staying[i] for at, i in enumerate(self.moving) if i in self.staying}
+        self.recording = Recording(replay, taken, outputs, given, places)
         if not agree(expected, self._replay(inputs)):
             raise RefusedError("a replay gives another result than the call")
 
