@@ -61,6 +61,7 @@ WIDE_COLUMNS, WIDE = 512, 64
 # several launches cost more than they save.
 WIDEST_HEAD, MANY_SCORES = 256, 2**20
 FEW_COLUMNS = 40  # taps times output channels of group_norm_conv's kernel for few channels
+MOST_GROUPS = 32  # that a dense convolution may stand for: it has so many times the products
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,22 @@ class Call:
         tail = (list(output_padding), groups, list(dilation)) if transposed else (list(dilation), groups)
         return getattr(_OPS, op).default, (list(stride), list(padding), *tail)
 
+    def dense(self, last: bool | None = None) -> Call:
+        """A convolution in groups as one of a single group. ``last``: whether the new weight lies in channels_last;
+        by default where the convolution reads x so.
+        """
+        weight, bias = self.more
+        *geometry, groups = self.argument[:7]
+        last = is_dense_channels_last(self.x) or is_dense_channels_last(weight) if last is None else last
+        return replace(self, argument=(*geometry, 1), more=(kernels.dense_weight(weight, groups, last), bias))
+
+    def by_function(self) -> Tensor:
+        """A convolution by PyTorch's function."""
+        return TORCH_CONVS[self.argument[0]](self.x, *self.more, *self.own[1])  # type: ignore[no-any-return]
+
     def _convolve(self, option: str) -> Tensor:
+        if option == "dense":
+            return self.dense()._convolve("bias")
         weight, bias = self.more
         if option == "bias":
             return _OPS.conv_add(self.x, weight, bias, None, *self.rest)  # type: ignore[no-any-return]
@@ -362,8 +378,17 @@ def _ways(x: Tensor, weight: Tensor, biased: bool, geometry: tuple[Any, ...], is
         "pointwise": pointwise,
         "few": few,
         "scaled": wide,
+        "dense": has_dense_form(x, weight, groups),
     }
     return tuple(way for way, is_one in ways.items() if is_one)
+
+
+def has_dense_form(x: Tensor, weight: Tensor, groups: int) -> bool:
+    """Whether a convolution may run as one of a single group, whose weight has zeros between the groups: cuDNN's
+    kernels for groups, and kgopt's, can take several times as long.
+    """
+    several = 2 <= groups <= MOST_GROUPS and weight.shape[1] >= 2 and weight.shape[0] >= 2 * groups
+    return several and x.is_cuda and x.dtype is not torch.float64
 
 
 def padding_of(conv: Any, rank: int) -> tuple[int, ...] | None:

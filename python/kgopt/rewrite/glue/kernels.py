@@ -205,6 +205,19 @@ ALONE: dict[str, Callable[[Tensor, Tensor, Tensor | None, Sequence[Any]], Tensor
 }
 
 
+def dense_weight(weight: Tensor, groups: int, channels_last: bool) -> Tensor:
+    """A convolution's weight as that of one group: its groups as blocks on the diagonal, zeros elsewhere.
+
+    [rows, columns, *kernel] becomes [rows, groups * columns, *kernel], for transposed convolutions, too. In
+    channels_last, or contiguous: zeros and one copy. Nothing is written to in place, so graphs may hold it, and
+    gradients pass.
+    """
+    if channels_last:
+        blocks = weight.movedim(1, -1).unflatten(0, (groups, -1)).movedim(0, -1)
+        return torch.diag_embed(blocks, 0, 0, -2).flatten(-2).flatten(0, 1).movedim(-1, 1)
+    return torch.diag_embed(weight.unflatten(0, (groups, -1)).movedim(0, -1), 0, 0, 2).flatten(2, 3).flatten(0, 1)
+
+
 def scaled(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any, replicate: Sequence[int] = ()
 ) -> Tensor:

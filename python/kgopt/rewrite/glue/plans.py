@@ -66,6 +66,7 @@ class ConvPlan:
     upsampled: tuple[Any, ...] = ()  # of x that is still to be upsampled: factors, padding, groups
     cast: torch.dtype | None = None  # autocast's: x and the parameters are cast first
     border: Border | None = None  # is put around x first
+    blocks: int = 1  # of a weight that is made dense first: the convolution's groups
 
     def takes(self, act: str) -> bool:
         """Whether an activation behind it may be part of its op. Under autocast PyTorch's softplus gives float32."""
@@ -240,10 +241,13 @@ def _make_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) 
     carrier = None
     if option == "own" and call.cast is None and carry.is_worth(math.prod(call.sizes) * x.element_size()):
         carrier = state.carrier
-    _, rest = call.own
-    own = ops.without_grad(kind), rest
-    adds = option in ("own", "bias", "scaled")
-    return ConvPlan(option, module, call.rest, call.sizes, own, adds, carrier, cast=call.cast)
+    own = ops.without_grad(kind), call.own[1]
+    adds = option in ("own", "bias", "scaled", "dense")
+    rest, blocks = call.rest, 1
+    if option == "dense":
+        *windows, blocks, transposed = rest
+        rest = *windows, 1, transposed
+    return ConvPlan(option, module, rest, call.sizes, own, adds, carrier, cast=call.cast, blocks=blocks)
 
 
 def _make_bordered_plan(conv: Any, x: Tensor, module: tuple[Any, ...], state: GlueState) -> ConvPlan:
@@ -286,7 +290,7 @@ def _compiled_plan(conv: Any, x: Any) -> ConvPlan | None:
     if watching.wants_torch():
         return None
     option = state.always.get(x.is_contiguous(), "")
-    if option not in ("own", *HEADS):
+    if option not in ("own", "dense", *HEADS):
         return None
     if torch.is_autocast_enabled(x.device.type) or x.dtype is not conv.weight.dtype:
         return None
@@ -298,7 +302,10 @@ def _compiled_plan(conv: Any, x: Any) -> ConvPlan | None:
     output_padding, groups = list(conv.output_padding), conv.groups
     rest = (stride, padding, dilation, output_padding, groups, transposed)
     sizes = ops.conv_sizes(x.shape, conv.weight.shape, *rest)
-    tail = (output_padding, groups, dilation) if transposed else (dilation, groups)
+    of_one = 1 if option == "dense" else groups
+    tail = (output_padding, of_one, dilation) if transposed else (dilation, of_one)
+    if option == "dense":  # PyTorch's: the compiler adds the bias, and what follows
+        return ConvPlan(option, (), rest, sizes, (TORCH_CONVS[kind], (stride, padding, *tail)), blocks=groups)
     own = getattr(_OPS, kind).default, (stride, padding, *tail)
     carrier = None if option == "scaled" else state.carrier
     return ConvPlan(option, (), rest, sizes, own, option in ("own", "scaled"), carrier)
@@ -315,6 +322,10 @@ def _emit_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None, di
     weight, bias = conv.weight, conv.bias
     x, residual = as_seen(x), None if residual is None else as_seen(residual)
     tail = (*plan.rest, divisor, act)
+    if plan.option == "dense":
+        assert plan.own is not None
+        op, rest = plan.own
+        return op(x, _dense(weight, x, plan.blocks), bias, *rest)  # type: ignore[no-any-return]
     if plan.option == "scaled":
         return kernels.scaled(x, weight, bias, residual, *tail)
     if plan.option in kernels.ALONE:
@@ -326,6 +337,11 @@ def _emit_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None, di
     assert plan.own is not None
     op, rest = plan.own
     return op(x, weight, bias, *rest, backend="kgopt")  # type: ignore[no-any-return]
+
+
+def _dense(weight: Tensor, x: Tensor, groups: int) -> Tensor:
+    """As x lies; made at each call, also in a replayed CUDA graph, for the weight may have changed."""
+    return kernels.dense_weight(weight, groups, is_dense_channels_last(x) or is_dense_channels_last(weight))
 
 
 def run_plan(
@@ -346,6 +362,9 @@ def run_plan(
         x, weight, bias = (None if t is None else t.to(plan.cast) for t in (x, weight, bias))
     if plan.border is not None:
         x = plan.border.around(x)
+    if plan.blocks > 1:
+        with below_autograd():
+            weight = _dense(weight, x, plan.blocks)
     if plan.upsampled:
         x = x.x if type(x) is Upsampled else x
         factors, padding, groups = plan.upsampled
@@ -361,7 +380,7 @@ def run_plan(
     elif plan.option == "scaled":
         with below_autograd():
             y = kernels.scaled(x, weight, bias, residual, *plan.rest, divisor, act)
-    elif plan.option == "bias" or residual is not None or act != "none":
+    elif plan.option in ("bias", "dense") or residual is not None or act != "none":
         y = _conv_add(x, weight, bias, residual, *plan.rest, divisor, act, backend=backend)
     else:
         assert plan.own is not None

@@ -16,19 +16,18 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from kgopt._layout import FORMATS
+from kgopt._layout import FORMATS, is_dense_channels_last
 from kgopt.rewrite.captured import contest
 from kgopt.rewrite.captured.values import is_known, may_measure, stand_in, uses_autocast, value
-from kgopt.rewrite.chains.emit import TORCH_CONVS
 from kgopt.rewrite.glue import search
-from kgopt.rewrite.glue.calls import CONVS, Call, geometry_of, recognize
+from kgopt.rewrite.glue.calls import CONVS, Call, geometry_of, has_dense_form, recognize
 from kgopt.rewrite.gradients import training
 from kgopt.rewrite.inductor import lowering
 from kgopt.rewrite.measure import clocks, measuring, verdicts
@@ -45,7 +44,7 @@ _IN_FORMAT = torch.ops.kgopt.in_format.default
 # Volumes' convolutions as sites write them, beside a norm.
 _OF_VOLUMES = (torch.ops.kgopt.conv3d.default, torch.ops.kgopt.conv_transpose3d.default)
 # Ways of glue/calls.py that a graph can hold; a bias is the compiler's, and "each channel" is a product by then.
-_IN_GRAPHS = ("own", "pointwise", "few", "scaled")
+_IN_GRAPHS = ("own", "pointwise", "few", "scaled", "dense")
 
 
 @dataclass
@@ -84,7 +83,8 @@ class Convolutions:
 
     def write(self, graph_module: fx.GraphModule) -> str:
         """Puts it into the graph, unless code of the model counts on the format that it had. What was done."""
-        graph, added, replaced = graph_module.graph, [], []
+        graph, added = graph_module.graph, []
+        replaced: list[tuple[fx.Node, list[fx.Node]]] = []  # a node, and what stands for it: the last ones first
         left = {node: way for node, way in self.ways.items() if node.users}  # others became parts of sites
         moves_volumes = 5 in self.dims_last
         for node, way in left.items():
@@ -92,11 +92,15 @@ class Convolutions:
                 added += _move_input(graph, node, way.channels_last)
             made = node
             if way.option:
+                before = node.prev
                 with graph.inserting_before(node):
-                    made = _own(graph, node, way.option)
+                    made = _own(graph, node, way)
                 made.meta.update(node.meta)
                 node.replace_all_uses_with(made)
-                replaced.append((node, made))
+                ours = [made]
+                while ours[-1].prev is not before:
+                    ours.append(ours[-1].prev)
+                replaced.append((node, ours))
             if way.channels_last:  # of one channel in either format some give a contiguous tensor
                 with graph.inserting_after(made):
                     given = graph.call_method("contiguous", (made,), {"memory_format": FORMATS[_dims(node)]})
@@ -104,11 +108,12 @@ class Convolutions:
                 made.replace_all_uses_with(given, delete_user_cb=lambda user, given=given: user is not given)  # type: ignore[misc]
                 added.append(given)
         if moves_volumes:
-            added += self._move_sites(graph, {made for _, made in replaced})
+            added += self._move_sites(graph, {ours[0] for _, ours in replaced})
         if (not added and not left) or not _runs(graph_module):
-            for node, own in replaced:
-                own.replace_all_uses_with(node)
-                graph.erase_node(own)
+            for node, ours in replaced:
+                ours[0].replace_all_uses_with(node)
+                for own in ours:
+                    graph.erase_node(own)
             for last in added:
                 last.replace_all_uses_with(last.args[0])  # type: ignore[arg-type]
                 graph.erase_node(last)
@@ -209,14 +214,18 @@ def _dims(node: fx.Node) -> int:
     return 5 if CONVS[node.target].endswith("3d") else 4
 
 
-def _own(graph: fx.Graph, node: fx.Node, option: str) -> fx.Node:
-    """The convolution by kgopt's op."""
+def _own(graph: fx.Graph, node: fx.Node, way: _Way) -> fx.Node:
+    """The convolution by kgopt's op, or as a dense one of PyTorch's."""
     found = geometry_of(node.target, node.args, dict(node.kwargs), value)
     assert found is not None  # it was measured
     tracer = fx.proxy.GraphAppendingTracer(graph)
     (x, *more), argument = found
     tensors = [None if t is None else fx.Proxy(t, tracer) for t in (x, *more)]
-    return Call("conv", argument, tensors[0], tuple(tensors[1:])).run(option).node  # type: ignore[arg-type, attr-defined]
+    call = Call("conv", argument, tensors[0], tuple(tensors[1:]))  # type: ignore[arg-type]
+    if way.option != "dense":
+        return call.run(way.option).node  # type: ignore[attr-defined, no-any-return]
+    last = way.channels_last or any(is_dense_channels_last(value(t)) for t in (x, more[0]))
+    return call.dense(last).by_function().node  # type: ignore[attr-defined, no-any-return]
 
 
 def _runs(graph_module: fx.GraphModule) -> bool:
@@ -360,9 +369,9 @@ def _measure(node: fx.Node, grad: bool, is_bias_free: bool) -> list[Any]:
     with torch.set_grad_enabled(grad):
         before, after = clocks.busy_both(plain.step, last.step, device)
         if grad:
-            gains = plain.gain() if _dims(node) == 5 else 0.0, last.gain()  # nothing asks for the first of images
-            options = ["auto" if gain else "" for gain in gains]
-            return [before, after, before - gains[0], after - gains[1], *options]
+            # Nothing asks for the first of images.
+            (gain, option), (gain_last, option_last) = plain.gain() if _dims(node) == 5 else (0.0, ""), last.gain()
+            return [before, after, before - gain, after - gain_last, option, option_last]
         # Images that stay in the graph's format are Inductor's, which may choose another one.
         of_plain = plain.faster() if _dims(node) == 5 else None
         (best_plain, option_plain), (best_last, option_last) = of_plain or (before, ""), last.faster() or (after, "")
@@ -398,25 +407,28 @@ class _Convolution:
         """With its bias in any case."""
         return self.function(*self.args, **self.kwargs)
 
-    def gain(self) -> float:
-        """Seconds that kgopt's op saves, forward and backward."""
+    def gain(self) -> tuple[float, str]:
+        """Seconds that kgopt's op saves, or a dense convolution, forward and backward, and which it is."""
         found = geometry_of(self.function, self.args, self.kwargs)
         if not self.wanted or found is None:
-            return 0.0
+            return 0.0, ""
         (x, weight, bias), (name, transposed, stride, padding, dilation, output_padding, groups) = found
         if not training.suits(x, weight, bias):
-            return 0.0
+            return 0.0, ""
 
-        def theirs(x: Tensor) -> Tensor:
-            return TORCH_CONVS[name](x, weight, bias, stride, padding, *tail)  # type: ignore[no-any-return]
+        def call(x: Tensor) -> Call:
+            return Call("conv", found[1], x, (weight, bias))
 
-        def ours(x: Tensor) -> Tensor:
-            return Call("conv", found[1], x, (weight, bias)).run("auto")
-
-        tail = (output_padding, groups, dilation) if transposed else (dilation, groups)
+        ways: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {"auto": (name, lambda x: call(x).run("auto"))}
+        if has_dense_form(x, weight, groups):
+            ways["dense"] = f"{name} dense", lambda x: call(x).dense().by_function()
         geometry = (stride, padding, dilation, transposed, output_padding, groups)
-        both = training.both_of_convolution(name, theirs, ours, weight, bias, geometry)
-        return training.gain_of(both, x, verdicts.of_graphs())
+        gains = {"": 0.0}
+        for option, (kind, ours) in ways.items():
+            both = training.both_of_convolution(kind, lambda x: call(x).by_function(), ours, weight, bias, geometry)
+            gains[option] = training.gain_of(both, x, verdicts.of_graphs())
+        best = max(gains, key=gains.__getitem__)  # the first of equal ones
+        return gains[best], best
 
     def faster(self) -> tuple[float, str] | None:
         """Seconds of kgopt's fastest way, and which it is; None where PyTorch's is faster."""
@@ -424,8 +436,15 @@ class _Convolution:
         option = "" if call is None else search.verdict(call, self.whole)
         if call is None or not option:
             return None
-        theirs, ours = clocks.busy_both(self.step, lambda: call.run(option), call.x.device)
+        theirs, ours = clocks.busy_both(self.step, lambda: self._run(call, option), call.x.device)
         return (ours, option) if ours < theirs else None
+
+    def _run(self, call: Call, option: str) -> Tensor:
+        """As the graph will have it: a dense one is PyTorch's, whose bias may be the compiler's."""
+        if option != "dense":
+            return call.run(option)
+        (_, *more), _ = geometry_of(self.function, *self.timed)  # type: ignore[misc]
+        return replace(call, more=tuple(more)).dense().by_function()
 
     def call(self) -> Call | None:
         """As one that kgopt may compute; the bias is the compiler's."""
