@@ -9,7 +9,7 @@
 namespace kgopt {
 
 // Elements up to which a single launch makes up for chains that few warps walk (H200: the borders in bf16 and in fp32).
-inline constexpr int64_t kMostWalked = 8 << 20;
+inline constexpr int64_t kMostWalked = 9 << 20;
 
 struct NormPlanInput {
   GroupNormDims dims;
@@ -35,7 +35,11 @@ struct NormPlanInput {
 
   bool backward() const { return tensors == 2; }
   // Whether they take so long that they want all the warps that a multiprocessor has, beside which x does not fit.
-  bool crowds_out() const { return long_chain && dims.numel() > kMostWalked; }
+  bool crowds_out() const {
+    if (!long_chain) return false;
+    if (!backward()) return dims.numel() > kMostWalked;
+    return dtype_size(dims.dtype) == 2 && dims.numel() > kMostWalked / 2;
+  }
   void set_activations(const ActChain& pre, const ActChain& act, bool with_more = false) {
     extended = with_more;
     const Chain pre_kind = chain_kind(pre), kind = norm_chain_kind(act);

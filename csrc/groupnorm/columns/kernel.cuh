@@ -190,38 +190,54 @@ struct ColumnBlock {
     }
     __syncwarp();  // or shuffles go lane by lane
     const float run = static_cast<float>(1 << d.run_log2);
-    const float total = positions_sum(count), inverse_total = total == 0.f ? 0.f : __fdividef(1.f, total);
+    float counts[1] = {count};
+    positions_sum(counts);
+    const float total = counts[0], inverse_total = total == 0.f ? 0.f : __fdividef(1.f, total);
     const bool writes = active && position == 0;
     float2* const out = entries + walker * d.runs + column * d.runs_per_vector;
-    // What happens once a slab is short rather than unrolled: its instructions come from memory. The values of the next
-    // element move up.
+    // What happens once a slab is short rather than unrolled: its instructions come from memory. So four elements at a
+    // time, whose shuffles do not wait for one another, and then the values of the next four move up.
 #pragma unroll 1
-    for (int j = 0; j < kVec; ++j) {
-      const float own_mean = mean[0], own_m2 = m2[0];
+    for (int first = 0; first < kVec; first += 4) {
+      float origin[4], sums[8];
 #pragma unroll
-      for (int k = 0; k + 1 < kVec; ++k) {
-        mean[k] = mean[k + 1];
-        m2[k] = m2[k + 1];
+      for (int k = 0; k < 4; ++k) {
+        origin[k] = __shfl_sync(0xffffffffu, mean[k], lane - position * d.columns);
+        const float distance = mean[k] - origin[k], weighted = count == 0.f ? 0.f : count * distance;
+        sums[2 * k] = weighted;
+        sums[2 * k + 1] = count == 0.f ? 0.f : m2[k] + run * weighted * distance;
       }
-      if (j & ((1 << d.run_log2) - 1)) continue;
-      const float origin = __shfl_sync(0xffffffffu, own_mean, lane - position * d.columns);
-      const float distance = own_mean - origin, weighted = count == 0.f ? 0.f : count * distance;
-      const float a = positions_sum(weighted);
-      const float b = positions_sum(count == 0.f ? 0.f : own_m2 + run * weighted * distance);
-      const float to_mean = a * inverse_total, rest = b - run * a * to_mean;
-      if (writes) out[j >> d.run_log2] = make_float2(origin + to_mean, rest < 0.f ? 0.f : rest);
+      positions_sum(sums);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int j = first + k;
+        const float to_mean = sums[2 * k] * inverse_total, rest = sums[2 * k + 1] - run * sums[2 * k] * to_mean;
+        if (writes && (j & ((1 << d.run_log2) - 1)) == 0) {
+          out[j >> d.run_log2] = make_float2(origin[k] + to_mean, rest < 0.f ? 0.f : rest);
+        }
+      }
+      if ((first + 4) >> d.run_log2 == 0) break;  // the rest is of the same run
+#pragma unroll
+      for (int k = 0; k + 4 < kVec; ++k) {
+        mean[k] = mean[k + 4];
+        m2[k] = m2[k + 4];
+      }
       __syncwarp();
     }
     if (writes && column == 0 && with_counts) tables.counts[walker] = total * run;
   }
   // Over the warp's positions of this column; valid for the first.
-  __device__ __forceinline__ float positions_sum(float v) const {
+  template <int kCount>
+  __device__ __forceinline__ void positions_sum(float (&v)[kCount]) const {
 #pragma unroll 1
     for (uint32_t up = d.positions_power / 2; up > 0; up /= 2) {
-      const float other = __shfl_down_sync(0xffffffffu, v, up * d.columns);
-      v += position + up < d.positions ? other : 0.f;
+      const bool is_there = position + up < d.positions;
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        const float other = __shfl_down_sync(0xffffffffu, v[k], up * d.columns);
+        v[k] += is_there ? other : 0.f;
+      }
     }
-    return v;
   }
 
   // Whether moments go to the shared memory of the team's blocks, which are a cluster: all of its slab lies in slots.
@@ -230,10 +246,15 @@ struct ColumnBlock {
   __device__ __forceinline__ float count_of(uint32_t block) const {
     return block < d.full_blocks ? d.full_count : block == d.full_blocks ? d.rest_count : 0.f;
   }
-  // Sum over the aligned `lanes` lanes around this one.
-  static __device__ __forceinline__ float lanes_sum(float v, uint32_t lanes) {
+  // Sums over the aligned `lanes` lanes around this one.
+  static __device__ __forceinline__ float2 lanes_sums(float2 v, uint32_t lanes) {
 #pragma unroll 1
-    for (uint32_t mask = lanes / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
+    for (uint32_t mask = lanes / 2; mask > 0; mask /= 2) {
+      const float2 other =
+          make_float2(__shfl_xor_sync(0xffffffffu, v.x, mask), __shfl_xor_sync(0xffffffffu, v.y, mask));
+      v.x += other.x;
+      v.y += other.y;
+    }
     return v;
   }
 
@@ -269,10 +290,9 @@ struct ColumnBlock {
         }
       }
       __syncwarp();
-      a = lanes_sum(a, lanes);
-      b = lanes_sum(b, lanes);
+      const float2 sums = lanes_sums(make_float2(a, b), lanes);
       if (g >= d.groups) continue;
-      const float to_mean = total == 0.f ? 0.f : __fdividef(a, total), rest = b - a * to_mean;
+      const float to_mean = total == 0.f ? 0.f : __fdividef(sums.x, total), rest = sums.y - sums.x * to_mean;
       const float mean = total == 0.f ? 0.f : origin + to_mean, m2 = total == 0.f || rest < 0.f ? 0.f : rest;
       if (p.words) {
         if (member == 0) store_relaxed(p.words + (group0 + g) * d.blocks + rank, pack_word(mean, m2));
@@ -328,9 +348,9 @@ struct ColumnBlock {
         }
       }
       __syncwarp();
-      const float a = lanes_sum(sums.x, lanes), b = lanes_sum(sums.y, lanes);
+      sums = lanes_sums(sums, lanes);
       if (g >= d.groups || member != 0) continue;
-      const float total = d.total_count, to_mean = quotient(a, total), rest = b - a * to_mean,
+      const float total = d.total_count, to_mean = quotient(sums.x, total), rest = sums.y - sums.x * to_mean,
                   m2 = rest < 0.f ? 0.f : rest;
       const float mean = origin + to_mean, rstd = reciprocal_root(quotient(m2, total) + p.eps);
       stats(u)[g] = make_float2(mean, rstd);

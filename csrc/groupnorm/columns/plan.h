@@ -107,7 +107,9 @@ inline bool set_column_shares(const NormPlanInput& in, const ColumnChoice& choic
   p.group_runs = p.channels_per_group / run;
   p.turn_runs = p.channels / run;
   p.runs = p.turn_runs * p.turns;
-  p.block_lanes_log2 = log2_below(int64_t(p.group_runs) * p.walkers, 5);
+  // No more than leave all groups one step of the block.
+  p.block_lanes_log2 = std::min(log2_below(int64_t(p.group_runs) * p.walkers, 5),
+                                log2_below(std::max<int64_t>(1, choice.threads / p.groups), 5));
   p.lanes_walkers = (1u << p.block_lanes_log2) / p.group_runs;
   p.lanes_runs = (1u << p.block_lanes_log2) % p.group_runs;
   p.team_lanes_log2 = choice.cluster ? log2_below(p.blocks, 5) : team_lanes_log2(p.blocks);

@@ -388,7 +388,8 @@ def has_dense_form(x: Tensor, weight: Tensor, groups: int) -> bool:
     kernels for groups, and kgopt's, can take several times as long.
     """
     several = 2 <= groups <= MOST_GROUPS and weight.shape[1] >= 2 and weight.shape[0] >= 2 * groups
-    return several and x.is_cuda and x.dtype is not torch.float64
+    # The dense weight is memory of the call's.
+    return several and groups * weight.numel() <= x.numel() and x.is_cuda and x.dtype is not torch.float64
 
 
 def padding_of(conv: Any, rank: int) -> tuple[int, ...] | None:
