@@ -136,7 +136,10 @@ def test_calls_on_a_gpu(case, last, dtype, poisoned):
 
 
 def test_what_has_a_dense_form():
-    x, on_cpu = (SimpleNamespace(is_cuda=cuda, dtype=torch.bfloat16) for cuda in (True, False))
+    def like(**kind):
+        return SimpleNamespace(**{"is_cuda": True, "dtype": torch.bfloat16, "numel": lambda: 2**10, **kind})
+
+    x, on_cpu = like(), like(is_cuda=False)
     assert calls.has_dense_form(x, torch.empty(4, 2, 3, 3), 2)
     for weight, groups in (
         ((4, 2, 3, 3), 1),
@@ -147,7 +150,10 @@ def test_what_has_a_dense_form():
     ):
         assert not calls.has_dense_form(x, torch.empty(weight), groups)
     assert not calls.has_dense_form(on_cpu, torch.empty(4, 2, 3, 3), 2)
-    assert not calls.has_dense_form(SimpleNamespace(is_cuda=True, dtype=torch.float64), torch.empty(4, 2, 3, 3), 2)
+    assert not calls.has_dense_form(like(dtype=torch.float64), torch.empty(4, 2, 3, 3), 2)
+    wide = torch.empty(1024, 512, 3, 3, device="meta")  # more memory than what the convolution reads
+    assert not calls.has_dense_form(x, wide, 2)
+    assert calls.has_dense_form(like(numel=lambda: 2**24), wide, 2)
 
 
 class Net(nn.Module):

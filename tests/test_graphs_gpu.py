@@ -66,9 +66,9 @@ def replayed(monkeypatch):
         count[0] += 1
         return run(*args)
 
-    def kept(*args):
+    def kept(*args, **kwargs):
         before = count[0]
-        result = replayed(*args)
+        result = replayed(*args, **kwargs)
         if result is None:  # it was launched, and dropped
             count[0] = before
         return result

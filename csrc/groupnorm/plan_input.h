@@ -35,11 +35,7 @@ struct NormPlanInput {
 
   bool backward() const { return tensors == 2; }
   // Whether they take so long that they want all the warps that a multiprocessor has, beside which x does not fit.
-  bool crowds_out() const {
-    if (!long_chain) return false;
-    if (!backward()) return dims.numel() > kMostWalked;
-    return dtype_size(dims.dtype) == 2 && dims.numel() > kMostWalked / 2;
-  }
+  bool crowds_out() const { return long_chain && dims.numel() > kMostWalked; }
   void set_activations(const ActChain& pre, const ActChain& act, bool with_more = false) {
     extended = with_more;
     const Chain pre_kind = chain_kind(pre), kind = norm_chain_kind(act);

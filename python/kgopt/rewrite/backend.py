@@ -174,7 +174,10 @@ def rewrite_graph(
         glue.append(f"nearest upsampling and convolution as one transposed convolution: {', '.join(folded)}")
     moves_images = form != "as it came" and convolves(graph)
     formats = convolutions.find(graph_module, moves_images)
-    dims_last = [*([4] if moves_images else []), *({5} & formats.dims_last)]
+    sums = _sum_taps(graph_module, formats, moves_images, always)
+    if sums:
+        glue.append(f"depthwise convolutions as sums over their taps: {', '.join(sums)}")
+    dims_last = _dims_last(moves_images and convolves(graph), formats)
     contest = None if always else Contest(functools.partial(_write_all, dims_last, maps=False), dims_last)
     switches_autocast = uses_autocast(graph)
     reader = _Reader(graph_module, dims_last)
@@ -207,6 +210,25 @@ def rewrite_graph(
     if report.glue or report.sites:
         _LOG.info("%s", report)
     return report
+
+
+def _dims_last(moves_images: bool, formats: convolutions.Convolutions) -> list[int]:
+    """Numbers of dims of the tensors that will lie in channels_last."""
+    return [*([4] if moves_images else []), *({5} & formats.dims_last)]
+
+
+def _sum_taps(
+    graph_module: fx.GraphModule, formats: convolutions.Convolutions, moves_images: bool, always: bool
+) -> list[str]:
+    """Depthwise convolutions of several taps as sums, behind the plan of all: names of those that are faster so.
+
+    They are measured in the format that the other convolutions ask for: with none of those all stays as it came.
+    """
+    nodes = passes.tapped.several(graph_module.graph)
+    others = convolutions.Convolutions({node: way for node, way in formats.ways.items() if node not in nodes})
+    dims_last = _dims_last(moves_images and convolves(graph_module.graph, nodes), others)
+    contest = None if always else Contest(functools.partial(_write_all, dims_last, maps=False), dims_last)
+    return passes.tapped.swap_several(graph_module, nodes, contest, formats, dims_last)
 
 
 def _write_all(dims_last: Sequence[int], graph_module: fx.GraphModule, maps: bool = True) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -51,9 +51,9 @@ def is_elementwise(node: Any, like: Tensor) -> bool:
     return name_of(node) in _NAMES and not node.kwargs.get("inplace") and "out" not in node.kwargs
 
 
-def convolves(graph: fx.Graph) -> bool:
+def convolves(graph: fx.Graph, without: Collection[fx.Node] = ()) -> bool:
     """Whether it has convolutions of images: on a GPU Inductor runs them, and what is between, in channels_last."""
-    return any(name_of(node) in _CONVOLUTIONS and _dims(node) != 5 for node in graph.nodes)
+    return any(name_of(node) in _CONVOLUTIONS and _dims(node) != 5 and node not in without for node in graph.nodes)
 
 
 def _dims(node: fx.Node) -> int:
@@ -127,13 +127,30 @@ class Contest:
         before, after = (1e6 * seconds for seconds in found)
         return f"the compiler's kernels are faster with what is around it: {before:.0f} us, kgopt {after:.0f} us"
 
-    def gains(self, core: Sequence[fx.Node], last: fx.Node, like: Tensor, other: Rewrite) -> bool:
-        """Whether ``other``'s ops are faster at the site than the usual ones. False: or nothing is known."""
-        found = self._measured(core, last, like, other)
+    def gains(
+        self,
+        core: Sequence[fx.Node],
+        last: fx.Node,
+        like: Tensor,
+        other: Rewrite,
+        usual: Rewrite | None = None,
+        about: str = "",
+    ) -> bool:
+        """Whether ``other``'s ops are faster at the site than the usual ones. False: or nothing is known.
+
+        ``usual``: puts those in, instead of the contest's own; ``about``: what it does that the site does not say.
+        """
+        found = self._measured(core, last, like, other, usual, about)
         return found is not None and found[1] < found[0]
 
     def _measured(
-        self, core: Sequence[fx.Node], last: fx.Node, like: Tensor, other: Rewrite | None
+        self,
+        core: Sequence[fx.Node],
+        last: fx.Node,
+        like: Tensor,
+        other: Rewrite | None,
+        usual: Rewrite | None = None,
+        about: str = "",
     ) -> tuple[float, float] | None:
         """Seconds of the compiler's kernels, or the usual ops, and of kgopt's, or ``other``'s. None: not known."""
         if not may_measure(like.device):
@@ -141,7 +158,7 @@ class Contest:
         region = Region(core, last, like)
         if not (region.around or other) or not self._is_known(region):
             return None
-        return self._times(region, like.device, other)
+        return self._times(region, like.device, other, usual or self.rewrite, about)
 
     @staticmethod
     def _is_known(region: Region) -> bool:
@@ -154,10 +171,12 @@ class Contest:
             for t in values
         )
 
-    def _times(self, region: Region, device: torch.device, other: Rewrite | None) -> tuple[float, float] | None:
+    def _times(
+        self, region: Region, device: torch.device, other: Rewrite | None, usual: Rewrite, about: str
+    ) -> tuple[float, float] | None:
         grad = torch.is_grad_enabled() and any(value(node).requires_grad for node in region.inputs)
         kinds = [value(node) if grad else value(node).detach() for node in region.inputs]
-        name = "region" if other is None else "ops of a region"
+        name = "region" if other is None else f"ops of a region{about and ', '}{about}"
         key = verdicts.key_of(name, device, region.text, kinds, grad, self.dims_last)
 
         def measure() -> list[float] | None:
@@ -165,16 +184,18 @@ class Contest:
                 return None
             # Whatever the compiler raises: nothing is known then.
             with contextlib.suppress(Exception), measuring.own_saved_tensors():
-                return self._measure(region, device, grad, other)
+                return self._measure(region, device, grad, other, usual)
             return None
 
         found, _ = verdicts.of_graphs().settle(key, measure)
         return None if found is None else (found[0], found[1])
 
-    def _measure(self, region: Region, device: torch.device, grad: bool, other: Rewrite | None) -> list[float] | None:
+    def _measure(
+        self, region: Region, device: torch.device, grad: bool, other: Rewrite | None, usual: Rewrite
+    ) -> list[float] | None:
         plain, ours = region.module(), region.module()
         if other is not None:
-            self.rewrite(plain)
+            usual(plain)
         (other or self.rewrite)(ours)
         # A backward that is lowered at its first call would write into the records of the compilation under way.
         with outside_of_tracing() as is_outside, compiler_settings(force_non_lazy_backward_lowering=True):

@@ -97,7 +97,7 @@ def inputs_written(graph: fx.Graph) -> set[fx.Node] | None:
         if node.op == "call_module" or any(word in name_of(node) for word in _STATE):
             return None
         written = _written(node) if may_write(node) else []
-        for i in (*written, *_statistics(node)):
+        for i in (*written, *statistics_written(node)):
             if i.op == "placeholder":
                 found.add(i)
             elif not own[i]:
@@ -118,7 +118,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return list(node.all_input_nodes)
 
 
-def _statistics(node: fx.Node) -> list[fx.Node]:
+def statistics_written(node: fx.Node) -> list[fx.Node]:
     """The running statistics that a norm moves along."""
     if name_of(node) not in ("batch_norm", "instance_norm"):
         return []

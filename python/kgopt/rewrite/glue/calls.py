@@ -61,7 +61,9 @@ WIDE_COLUMNS, WIDE = 512, 64
 # several launches cost more than they save.
 WIDEST_HEAD, MANY_SCORES = 256, 2**20
 FEW_COLUMNS = 40  # taps times output channels of group_norm_conv's kernel for few channels
-MOST_GROUPS = 32  # that a dense convolution may stand for: it has so many times the products
+# Groups that a dense convolution may stand for, which has so many times the products, and values of its weight, which
+# may otherwise be as many as x has.
+MOST_GROUPS, DENSE = 32, 2**19
 
 
 @dataclass(frozen=True)
@@ -389,7 +391,8 @@ def has_dense_form(x: Tensor, weight: Tensor, groups: int) -> bool:
     """
     several = 2 <= groups <= MOST_GROUPS and weight.shape[1] >= 2 and weight.shape[0] >= 2 * groups
     # The dense weight is memory of the call's.
-    return several and groups * weight.numel() <= x.numel() and x.is_cuda and x.dtype is not torch.float64
+    fits = several and groups * weight.numel() <= max(x.numel(), DENSE)
+    return fits and x.is_cuda and x.dtype is not torch.float64
 
 
 def padding_of(conv: Any, rank: int) -> tuple[int, ...] | None:

@@ -88,25 +88,10 @@ class Convolutions:
         left = {node: way for node, way in self.ways.items() if node.users}  # others became parts of sites
         moves_volumes = 5 in self.dims_last
         for node, way in left.items():
-            if way.channels_last or (moves_volumes and _dims(node) == 5):
-                added += _move_input(graph, node, way.channels_last)
-            made = node
-            if way.option:
-                before = node.prev
-                with graph.inserting_before(node):
-                    made = _own(graph, node, way)
-                made.meta.update(node.meta)
-                node.replace_all_uses_with(made)
-                ours = [made]
-                while ours[-1].prev is not before:
-                    ours.append(ours[-1].prev)
+            ours, more = put(graph, node, way, moves=moves_volumes and _dims(node) == 5)
+            added += more
+            if ours:
                 replaced.append((node, ours))
-            if way.channels_last:  # of one channel in either format some give a contiguous tensor
-                with graph.inserting_after(made):
-                    given = graph.call_method("contiguous", (made,), {"memory_format": FORMATS[_dims(node)]})
-                given.meta.update(node.meta)
-                made.replace_all_uses_with(given, delete_user_cb=lambda user, given=given: user is not given)  # type: ignore[misc]
-                added.append(given)
         if moves_volumes:
             added += self._move_sites(graph, {ours[0] for _, ours in replaced})
         if (not added and not left) or not _runs(graph_module):
@@ -137,6 +122,32 @@ class Convolutions:
             elif node.target in lowering.NORMS and _dims_of(x := _input(node)) == 5 and not _is_ours(x):
                 added += _move_input(graph, node, channels_last=True)
         return added
+
+
+def put(graph: fx.Graph, node: fx.Node, way: _Way, moves: bool = True) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Has a convolution computed so. What stands for it, the last node first, and what was added around that.
+
+    ``moves``: what it reads may lie in channels_last, also where it is to be contiguous.
+    """
+    added = _move_input(graph, node, way.channels_last) if way.channels_last or moves else []
+    made = node
+    ours: list[fx.Node] = []
+    if way.option:
+        before = node.prev
+        with graph.inserting_before(node):
+            made = _own(graph, node, way)
+        made.meta.update(node.meta)
+        node.replace_all_uses_with(made)
+        ours = [made]
+        while ours[-1].prev is not before:
+            ours.append(ours[-1].prev)
+    if way.channels_last:  # of one channel in either format some give a contiguous tensor
+        with graph.inserting_after(made):
+            given = graph.call_method("contiguous", (made,), {"memory_format": FORMATS[_dims(node)]})
+        given.meta.update(node.meta)
+        made.replace_all_uses_with(given, delete_user_cb=lambda user: user is not given)
+        added.append(given)
+    return ours, added
 
 
 def _dims_of(node: fx.Node) -> int:
