@@ -59,7 +59,7 @@ def offered(monkeypatch):
     real = calls.has_dense_form
 
     def has_dense_form(x, weight, groups):
-        return real(SimpleNamespace(is_cuda=True, dtype=x.dtype), weight, groups)
+        return real(SimpleNamespace(is_cuda=True, dtype=x.dtype, numel=x.numel), weight, groups)
 
     for module in (calls, convolutions):
         monkeypatch.setattr(module, "has_dense_form", has_dense_form)
@@ -100,8 +100,8 @@ def test_the_weight(case, last, device, poisoned):
 def _check(function, args, y):
     expected = function(*args)
     exact = function(*(t.double() if isinstance(t, torch.Tensor) else t for t in args))
-    # Of volumes in half precision the CPU's convolutions give contiguous tensors.
-    if y.is_cuda or y.dtype is torch.float32:
+    # Of volumes the CPU's convolutions give contiguous tensors, in half precision or where they have one thread.
+    if y.is_cuda or (y.dtype is torch.float32 and y.dim() == 4):
         assert y.stride() == expected.stride()
     assert_as_good_as_torch(y, expected, exact)
 
@@ -204,8 +204,8 @@ def counting(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("rank", [2, 3])
+# Not volumes in channels_last: see _check.
+@pytest.mark.parametrize(("rank", "last"), [(2, False), (2, True), (3, False)])
 def test_a_model(rank, last, offered, monkeypatch):
     net = Net(rank).eval()
     x = _lie(torch.randn(2, 4, *[6] * rank), last)
