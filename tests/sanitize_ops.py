@@ -387,6 +387,12 @@ def between_cases() -> None:
                 bias = tensor(channels, dtype=dtype)
                 call = lambda x, w, b, r, rest=rest: ops.conv_add(x, w, b, r, *rest)  # noqa: E731
                 run(f"conv_add {label}", x, weight, bias, x, backward=False, call=call)
+    # Through registers: positions that are whole vectors and that are not, blocks of a warp that come out even and not.
+    for dtype, channels, width in itertools.product(DTYPES, (32, 56), (512, 513)):
+        x = tensor(1, channels, 2**21 // (channels * width) + 3, width, dtype=dtype)
+        for to, lies in ((True, x), (False, x.contiguous(memory_format=torch.channels_last))):
+            call = lambda x, to=to: ops.in_format(x, to)  # noqa: E731
+            run(f"in_format {dtype} {channels} {width} {to}", lies, backward=False, call=call)
 
 
 def fused_convolution_cases() -> None:
