@@ -12,7 +12,7 @@ expansion makes slower; `expand` is its part.
 Predictions (written before this script's first run, after a look at one shape in bf16, for an H200): with 2 and 4
 groups `dense` takes 0.2 to 0.5 of `cudnn` in bf16, 0.4 to 0.8 in TF32; with 8 groups about as long; with 32 groups and
 kernels of 3 longer, with kernels of 1 not. Measured: the reverse. With 2 to 8 groups `cudnn` is faster; with 32
-volumes in bf16 take 0.05 to 0.4 of its time (benchmarks/results/grouped).
+volumes in bf16 take 0.05 to 0.43 of its time (benchmarks/results/grouped).
 """
 
 from __future__ import annotations

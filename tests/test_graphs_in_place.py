@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import kgopt
-from kgopt.rewrite import backend
 from kgopt.rewrite.cuda_graphs import calls, machine
 from kgopt.rewrite.cuda_graphs.recording import Recording
 from test_graphs import Fake
+from test_replayed import in_place_of_gpu
 
 SHAPE = 2, 3, 8, 7
 SIZE = 2 * 3 * 8 * 7
@@ -34,11 +34,7 @@ class FakeInPlace(Fake):
 
 @pytest.fixture
 def fake(monkeypatch):
-    found = FakeInPlace()
-    monkeypatch.setattr(machine, "MACHINE", found)
-    monkeypatch.setattr(backend, "compile_graph", lambda graph, *_, **__: graph)
-    torch._dynamo.reset()
-    return found
+    return in_place_of_gpu(monkeypatch, FakeInPlace())
 
 
 @pytest.fixture(autouse=True)

@@ -14,14 +14,17 @@ from kgopt.rewrite.cuda_graphs import machine
 from test_graphs import Fake
 
 
-@pytest.fixture
-def fake(monkeypatch):
-    found = Fake()
+def in_place_of_gpu(monkeypatch, found):
+    """``found`` records and replays, graphs as they stand: what Inductor makes of them is not in question."""
     monkeypatch.setattr(machine, "MACHINE", found)
-    # Graphs as they stand: what Inductor makes of them is not in question here.
     monkeypatch.setattr(backend, "compile_graph", lambda graph, *_, **__: graph)
     torch._dynamo.reset()
     return found
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return in_place_of_gpu(monkeypatch, Fake())
 
 
 def net():

@@ -8,7 +8,7 @@
 
 namespace kgopt {
 
-// Elements up to which a single launch makes up for chains that few warps walk (H200: the borders in bf16 and in fp32).
+// Elements up to which a single launch makes up for chains that few warps walk (H200, bf16 and fp32).
 inline constexpr int64_t kMostWalked = 9 << 20;
 
 struct NormPlanInput {

@@ -138,13 +138,16 @@ class Call:
         return getattr(_OPS, op).default, (list(stride), list(padding), *tail)
 
     def dense(self, last: bool | None = None) -> Call:
-        """A convolution in groups as one of a single group. ``last``: whether the new weight lies in channels_last;
-        by default where the convolution reads x so.
+        """A convolution in groups as one of a single group. ``last``: whether the new weight lies in channels_last, for
+        a graph's proxies, which do not say how they lie.
         """
         weight, bias = self.more
         *geometry, groups = self.argument[:7]
-        last = is_dense_channels_last(self.x) or is_dense_channels_last(weight) if last is None else last
-        return replace(self, argument=(*geometry, 1), more=(kernels.dense_weight(weight, groups, last), bias))
+        if last is None:
+            wide = kernels.dense_weight_for(self.x, weight, groups)
+        else:
+            wide = kernels.dense_weight(weight, groups, last)
+        return replace(self, argument=(*geometry, 1), more=(wide, bias))
 
     def by_function(self) -> Tensor:
         """A convolution by PyTorch's function."""

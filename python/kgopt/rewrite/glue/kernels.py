@@ -218,6 +218,11 @@ def dense_weight(weight: Tensor, groups: int, channels_last: bool) -> Tensor:
     return torch.diag_embed(weight.unflatten(0, (groups, -1)).movedim(0, -1), 0, 0, 2).flatten(2, 3).flatten(0, 1)
 
 
+def dense_weight_for(x: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """:func:`dense_weight` in the format that the convolution of x reads."""
+    return dense_weight(weight, groups, is_dense_channels_last(x) or is_dense_channels_last(weight))
+
+
 def scaled(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *rest: Any, replicate: Sequence[int] = ()
 ) -> Tensor:

@@ -325,7 +325,7 @@ def _emit_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None, di
     if plan.option == "dense":
         assert plan.own is not None
         op, rest = plan.own
-        return op(x, _dense(weight, x, plan.blocks), bias, *rest)  # type: ignore[no-any-return]
+        return op(x, kernels.dense_weight_for(x, weight, plan.blocks), bias, *rest)  # type: ignore[no-any-return]
     if plan.option == "scaled":
         return kernels.scaled(x, weight, bias, residual, *tail)
     if plan.option in kernels.ALONE:
@@ -337,11 +337,6 @@ def _emit_plan(conv: Any, x: Tensor, plan: ConvPlan, residual: Tensor | None, di
     assert plan.own is not None
     op, rest = plan.own
     return op(x, weight, bias, *rest, backend="kgopt")  # type: ignore[no-any-return]
-
-
-def _dense(weight: Tensor, x: Tensor, groups: int) -> Tensor:
-    """As x lies; made at each call, also in a replayed CUDA graph, for the weight may have changed."""
-    return kernels.dense_weight(weight, groups, is_dense_channels_last(x) or is_dense_channels_last(weight))
 
 
 def run_plan(
@@ -363,8 +358,8 @@ def run_plan(
     if plan.border is not None:
         x = plan.border.around(x)
     if plan.blocks > 1:
-        with below_autograd():
-            weight = _dense(weight, x, plan.blocks)
+        with below_autograd():  # at each call: the weight may have changed
+            weight = kernels.dense_weight_for(x, weight, plan.blocks)
     if plan.upsampled:
         x = x.x if type(x) is Upsampled else x
         factors, padding, groups = plan.upsampled
