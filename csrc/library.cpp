@@ -77,8 +77,8 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
   m.def(
       "group_norm_add_fwd(Tensor x, Tensor residual, int num_groups, Tensor? weight=None, Tensor? bias=None, "
       "float eps=1e-5, str act=\"none\") -> (Tensor, Tensor, Tensor)");
-  // PReLU(group_norm(x) + residual) with one slope or one a channel. The backward is that of the PReLU alone: the
-  // gradients of its argument, which group_norm_backward takes as its dy, and of the slopes.
+  // PReLU(group_norm(x) + residual) with one slope or one a channel. The backward gives the gradients of x, of the
+  // PReLU's argument, which is the residual's, of the slopes, weight and bias.
   m.def(
       "group_norm_prelu(Tensor x, Tensor slope, int num_groups, Tensor? weight=None, Tensor? bias=None, "
       "float eps=1e-5, Tensor? residual=None) -> Tensor");
@@ -87,7 +87,12 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
       "float eps=1e-5, Tensor? residual=None) -> (Tensor, Tensor, Tensor)");
   m.def(
       "group_norm_prelu_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor slope, int num_groups, "
-      "Tensor? weight=None, Tensor? bias=None, Tensor? residual=None) -> (Tensor, Tensor)");
+      "Tensor? weight=None, Tensor? bias=None, Tensor? residual=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // That of leaky_relu(group_norm(x) + residual): the gradients of x, of the sum, which is the residual's, weight,
+  // bias.
+  m.def(
+      "group_norm_add_leaky_relu_backward(Tensor dy, Tensor x, Tensor residual, Tensor mean, Tensor rstd, "
+      "int num_groups, Tensor? weight=None, Tensor? bias=None, float slope=0.01) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, int num_groups, Tensor? weight=None, "
       "Tensor? bias=None, str act=\"none\", str pre_act=\"none\") -> (Tensor, Tensor, Tensor)");

@@ -49,6 +49,7 @@ def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=
         ("group_norm_prelu", (x3, rand(1), 2, g4, b4), {}),
         ("group_norm_prelu_fwd", (x3, rand(4), 2, g4, b4), {}),
         ("group_norm_prelu_backward", (dy, x2, mean, rstd, rand(4), 2, g4, b4, None), {}),
+        ("group_norm_add_leaky_relu_backward", (dy, x2, x2.detach().roll(1), mean, rstd, 2, g4, b4, 0.1), {}),
         ("group_norm_by_sample", (x2, rand(2, 4), rand(2, 4), 2, 1e-5, "silu"), {}),
         ("group_norm_by_sample_fwd", (x3, rand(2, 4), rand(2, 4), 2), {}),
         ("group_norm_by_sample_backward", (dy, x2, mean, rstd, rand(2, 4), rand(2, 4), 2, "silu"), {}),

@@ -59,13 +59,16 @@ Status run_channel_moments(const ChannelMomentsParams& p, cudaStream_t stream);
 Status run_moments_table(const MomentsTableParams& p, cudaStream_t stream);
 Status run_normalize(const NormalizeParams& p, cudaStream_t stream);
 Status run_normalize_prelu(const NormalizeParams& p, cudaStream_t stream);
-// Sets slices and slice_length.
-void plan_prelu_gradient(PReluGradientParams* p, int sm_count);
-Status run_prelu_gradient(const PReluGradientParams& p, cudaStream_t stream);
+// Sets what says how the tensors are cut, and norm.partial_values.
+void plan_prelu_bwd(PReluBwdParams* p, int sm_count);
+Status run_prelu_bwd(const PReluBwdParams& p, cudaStream_t stream);
 Status run_group_norm_mean(const GroupNormMeanParams& p, cudaStream_t stream);
 // Sets slices and slice_length.
 void plan_group_norm_passes_bwd(GroupNormPassesBwdParams* p, int sm_count);
 Status run_group_norm_passes_bwd(const GroupNormPassesBwdParams& p, cudaStream_t stream);
+// What follows its partial sums: the groups' terms, dweight and dbias; then, unless p.dx is null, dx.
+Status run_group_norm_passes_bwd_merge(const GroupNormPassesBwdParams& p, cudaStream_t stream);
+Status run_group_norm_passes_bwd_dx(const GroupNormPassesBwdParams& p, cudaStream_t stream);
 Status run_group_stats_backward(const GroupStatsBackwardParams& p, cudaStream_t stream);
 
 }  // namespace kgopt

@@ -187,7 +187,8 @@ struct GroupNormPassesBwdParams {
   const void* channel_mean = nullptr;  // [N, C]; only with dy == null
   GroupNormDims dims;
   ActChain pre_act, act;
-  void* partial_sums = nullptr;  // [n][slices][c][2]
+  void* partial_sums = nullptr;  // [n][slices][c][partial_values], of which the first two are these sums
+  int partial_values = 2;
   int64_t slices = 0;
   int64_t slice_length = 0;  // positions, or turns of them, per slice
   int64_t turns = 1;         // positions that are walked as one; a multiple of it is slices
@@ -198,21 +199,18 @@ struct GroupNormPassesBwdParams {
   Dtype affine_dtype = Dtype::kFloat32;  // of dweight and dbias
 };
 
-// The gradient of a PReLU behind the norm. With z = GroupNorm(x) + residual: dz = dy where z > 0, else dy * slope; the
-// gradient of a slope is the sum of dy * z over the other elements of its channel, or of all channels.
-struct PReluGradientParams {
-  const void* dy = nullptr;        // of x's type and layout, as are the next two
+// The backward of a PReLU or a LeakyReLU behind a norm and a sum. With z = GroupNorm(x) + residual: dz = dy where z >
+// 0, else dy * slope; the gradient of a slope is the sum of dy * z over the other elements of its channel, or of all
+// channels.
+struct PReluBwdParams {
+  const void* dy = nullptr;        // of x's type and layout, as is the next
   const void* residual = nullptr;  // or null
-  void* dz = nullptr;
-  const void* x = nullptr;
-  AffineSource affine;
+  void* dz = nullptr;              // what norm.dy is
   PReluSlopes slopes;
-  GroupNormDims dims;
-  void* partial_sums = nullptr;  // [n][slices][c], accumulation type
-  int64_t slices = 0;
-  int64_t slice_length = 0;  // as in GroupNormPassesBwdParams, as the next
-  int64_t turns = 1;
-  void* dslope = nullptr;  // [slopes.count], of their type
+  double slope = 0;               // of all channels, where slopes has none
+  void* dslope = nullptr;         // [slopes.count], of their type, or null
+  void* slope_sums = nullptr;     // [C], accumulation type, of a slope of all channels
+  GroupNormPassesBwdParams norm;  // a third partial value is the slope's
 };
 
 // Sums over the samples.

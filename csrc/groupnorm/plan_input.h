@@ -41,7 +41,7 @@ struct NormPlanInput {
     const Chain pre_kind = chain_kind(pre), kind = norm_chain_kind(act);
     long_chain = extended ? !(pre.empty() && (act.empty() || is_two_lines(act))) : !is_compiled_in(pre, act);
     plain = pre_kind == Chain::kNone && chain_kind(act) != Chain::kAny && !extended;
-    holds = pre_kind != Chain::kAny && kind != Chain::kAny && (!backward() || kind != Chain::kSilu) && !extended;
+    holds = !long_chain && (!backward() || kind != Chain::kSilu) && !extended;
   }
 };
 

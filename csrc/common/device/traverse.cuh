@@ -326,7 +326,7 @@ inline bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 
 // so twice the warps: more of them wait for what they compute.
 template <typename F>
 inline constexpr int kColumnSize =
-    F::kWalks && F::kInputs == 2 && kWalkSize<typename F::Element> == 8 ? 4 : kWalkSize<typename F::Element>;
+    F::kWalks && F::kInputs > 1 && kWalkSize<typename F::Element> == 8 ? 4 : kWalkSize<typename F::Element>;
 
 // Elements of a vector of the walk; 1 where none fits.
 template <typename F>
@@ -402,9 +402,10 @@ Status launch_elementwise(const char* name, const ElementwiseArgs<F>& a, bool ch
 // Reduced along rows. A reducer has: Element, kInputs, Coef, `Coef load(int64_t row)`, a State that starts at the first
 // element it will see (`State start(const Coef&, Acc x)`), `void add(state, coef, Acc (&x)[kSize], Acc
 // (&second)[kSize])`, where state(j) and coef(j) are those of element j and x and second may change, a Partial of
-// kValues accumulation-type numbers, `Partial finish(const State&, Acc count)` and `static void merge(Partial&, const
-// Partial&)`. Partials go to [n][slices][rows][kValues]. A reducer with a member kWrites may write beside it: its `add`
-// also gets the index of x's first element and is_own(j), whether the thread has element j at all.
+// kValues accumulation-type numbers, `Partial finish(const State&, const Coef&, Acc count)` and `static void
+// merge(Partial&, const Partial&)`. Partials go to [n][slices][rows][kValues]. A reducer with a member kWrites may
+// write beside it, and has three inputs, of which the last may be absent and is zeros then: its `add` also gets that,
+// the index of x's first element and is_own(j), whether the thread has element j at all.
 
 template <typename R, typename = void>
 inline constexpr bool kReducerWrites = false;
@@ -414,13 +415,52 @@ inline constexpr bool kReducerWrites<R, std::void_t<decltype(R::kWrites)>> = tru
 struct OwnsAll {
   __device__ __forceinline__ constexpr bool operator()(int) const { return true; }
 };
-template <typename R, int kSize, typename StateOf, typename CoefOf, typename Acc, typename IsOwn = OwnsAll>
-__device__ __forceinline__ void add_to(const R& r, StateOf state, CoefOf coef, Acc (&x)[kSize], Acc (&second)[kSize],
-                                       int64_t at, IsOwn is_own = {}) {
+// A vector of each input.
+template <typename R, int kSize>
+struct ReduceInputs {
+  using T = typename R::Element;
+  Vec<T, kSize> x, second, third;
+
+  template <typename Args>
+  __device__ __forceinline__ void load(const Args& a, int64_t at) {
+    x = load_vec<T, kSize>(a.x + at);
+    if constexpr (R::kInputs > 1) second = load_vec<T, kSize>(a.second + at);
+    if constexpr (R::kInputs > 2) {
+      third = Vec<T, kSize>{};
+      if (a.third) third = load_vec<T, kSize>(a.third + at);
+    }
+  }
+  template <typename StateOf, typename CoefOf>
+  __device__ __forceinline__ void add_to(const R& r, StateOf state, CoefOf coef, int64_t at) const {
+    acc_t<T> xs[kSize], seconds[kSize];
+    unpack(x, xs);
+    if constexpr (R::kInputs > 1) {
+      unpack(second, seconds);
+    } else {
+      unpack(x, seconds);
+    }
+    if constexpr (kReducerWrites<R>) {
+      acc_t<T> thirds[kSize];
+      unpack(third, thirds);
+      r.add(state, coef, xs, seconds, thirds, at, OwnsAll());
+    } else {
+      r.add(state, coef, xs, seconds);
+    }
+  }
+};
+// The same of a vector of which the thread has a part.
+template <typename R, int kSize, typename Args, typename StateOf, typename CoefOf, typename Acc, typename IsOwn>
+__device__ __forceinline__ void add_part_to(const Args& a, StateOf state, CoefOf coef, Acc (&x)[kSize],
+                                            Acc (&second)[kSize], int64_t at, IsOwn is_own) {
   if constexpr (kReducerWrites<R>) {
-    r.add(state, coef, x, second, at, is_own);
+    Acc third[kSize] = {};
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      if (a.third && is_own(j)) third[j] = to_acc(a.third[at + j]);
+    }
+    a.r.add(state, coef, x, second, third, at, is_own);
   } else {
-    r.add(state, coef, x, second);
+    a.r.add(state, coef, x, second);
   }
 }
 
@@ -430,7 +470,7 @@ __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch
 template <typename R>
 struct ReduceArgs {
   const typename R::Element* x;
-  const typename R::Element* second;
+  const typename R::Element *second, *third;
   int64_t n, rows, row_length;  // channels_last: rows are channels, row_length the positions
   int64_t slices, slice_length;
   acc_t<typename R::Element>* partials;
@@ -451,7 +491,7 @@ __device__ __forceinline__ typename R::Partial shuffle_partial(const typename R:
 
 // Blocks of a multiprocessor, or 0 as the compiler likes: of two inputs it would make three.
 template <typename R, int kSize>
-inline constexpr int kReduceBlocks = R::kInputs == 2 && kSize > 1 && !R::kWalks ? 4 : 0;
+inline constexpr int kReduceBlocks = R::kInputs > 1 && kSize > 1 && !R::kWalks ? 4 : 0;
 
 // One block (or, with kWarpRows, one warp) per (row, slice) of a contiguous tensor.
 template <typename R, int kSize, bool kWarpRows>
@@ -474,7 +514,7 @@ __global__ void __launch_bounds__(kTraverseThreads, kReduceBlocks<R, kSize>)
   // Elements before the first aligned vector and after the last one go to the first threads.
   const int64_t head = min((begin + kSize - 1) / kSize * kSize, end);
   const int64_t body = head + (end - head) / kSize * kSize;
-  if (R::kInputs == 2 && kSize > 1 && gridDim.x <= kTraverseFewRows) {
+  if (R::kInputs > 1 && kSize > 1 && gridDim.x <= kTraverseFewRows) {
     // Coefficients are a trip to memory of their own, and few blocks have nothing else to do meanwhile. Into L2:
     // registers for them would leave room for fewer blocks where there are many.
 #pragma unroll
@@ -489,36 +529,30 @@ __global__ void __launch_bounds__(kTraverseThreads, kReduceBlocks<R, kSize>)
   auto state = a.r.start(coef, to_acc(a.x[begin]));
   int64_t seen = 0;
   auto add_one = [&](int64_t at) {
-    const Acc x = to_acc(a.x[at]);
-    Acc xs[1] = {x}, seconds[1] = {R::kInputs == 2 ? to_acc(a.second[at]) : x};
-    add_to(a.r, same(state), same(coef), xs, seconds, at);
+    ReduceInputs<R, 1> one;
+    one.load(a, at);
+    one.add_to(a.r, same(state), same(coef), at);
     ++seen;
   };
   if (begin + thread < head) add_one(begin + thread);
   if (body + thread < end) add_one(body + thread);
   for (int64_t at = head + int64_t(thread) * kSize; at < body; at += int64_t(kTraverseUnroll) * kThreads * kSize) {
-    Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
+    ReduceInputs<R, kSize> inputs[kTraverseUnroll];
 #pragma unroll
     for (int u = 0; u < kTraverseUnroll; ++u) {
       const int64_t i = at + int64_t(u) * kThreads * kSize;
-      if (i < body) {
-        x[u] = load_vec<T, kSize>(a.x + i);
-        if (R::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + i);
-      }
+      if (i < body) inputs[u].load(a, i);
     }
 #pragma unroll
     for (int u = 0; u < kTraverseUnroll; ++u) {
       const int64_t i = at + int64_t(u) * kThreads * kSize;
       if (i < body) {
         seen += kSize;
-        Acc xs[kSize], seconds[kSize];
-        unpack(x[u], xs);
-        unpack(R::kInputs == 2 ? second[u] : x[u], seconds);
-        add_to(a.r, same(state), same(coef), xs, seconds, i);
+        inputs[u].add_to(a.r, same(state), same(coef), i);
       }
     }
   }
-  auto partial = a.r.finish(state, static_cast<Acc>(seen));
+  auto partial = a.r.finish(state, coef, static_cast<Acc>(seen));
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int mask = 1; mask <= 16; mask *= 2) {
@@ -593,22 +627,16 @@ __global__ void __launch_bounds__(kTraverseThreads)
     if (position == 0 && edges.cuts_first(channel)) position = geometry.walkers;
     int64_t at = first + (position - begin) * a.rows;
     for (; position < full_end; position += int64_t(kTraverseUnroll) * geometry.walkers) {
-      Vec<T, kSize> x[kTraverseUnroll], second[kTraverseUnroll];
+      ReduceInputs<R, kSize> inputs[kTraverseUnroll];
 #pragma unroll
       for (int u = 0; u < kTraverseUnroll; ++u) {
-        if (position + u * geometry.walkers < full_end) {
-          x[u] = load_vec<T, kSize>(a.x + at + u * step);
-          if (R::kInputs == 2) second[u] = load_vec<T, kSize>(a.second + at + u * step);
-        }
+        if (position + u * geometry.walkers < full_end) inputs[u].load(a, at + u * step);
       }
 #pragma unroll
       for (int u = 0; u < kTraverseUnroll; ++u) {
         if (position + u * geometry.walkers < full_end) {
           ++seen;
-          Acc xs[kSize], seconds[kSize];
-          unpack(x[u], xs);
-          unpack(R::kInputs == 2 ? second[u] : x[u], seconds);
-          add_to(a.r, each(state), each(coef), xs, seconds, at + u * step);
+          inputs[u].add_to(a.r, each(state), each(coef), at + u * step);
         }
       }
       at += kTraverseUnroll * step;
@@ -618,7 +646,7 @@ __global__ void __launch_bounds__(kTraverseThreads)
       typename R::State before[kSize];
 #pragma unroll
       for (int j = 0; j < kSize; ++j) before[j] = state[j];
-      add_to(a.r, each(state), each(coef), xs, seconds, from, is_own);
+      add_part_to<R>(a, each(state), each(coef), xs, seconds, from, is_own);
 #pragma unroll
       for (int j = 0; j < kSize; ++j) {
         more[j] += is_own(j);
@@ -626,12 +654,13 @@ __global__ void __launch_bounds__(kTraverseThreads)
       }
     };
     if (a.length > 0) {
-      edges.for_parts<R::kInputs, kSize>(a.x, a.second, begin, end, geometry.walkers, walker, a.rows, channel, a.length,
-                                         add_part);
+      edges.for_parts<(R::kInputs > 1 ? 2 : 1), kSize>(a.x, a.second, begin, end, geometry.walkers, walker, a.rows,
+                                                       channel, a.length, add_part);
     }
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      shared[(walker * geometry.lanes + lane) * kSize + j] = a.r.finish(state[j], static_cast<Acc>(seen + more[j]));
+      shared[(walker * geometry.lanes + lane) * kSize + j] =
+          a.r.finish(state[j], coef[j], static_cast<Acc>(seen + more[j]));
     }
   }
   __syncthreads();
@@ -668,7 +697,7 @@ void set_turns(int64_t s, int64_t c, int64_t turns, ReduceArgs<R>* a) {
 
 template <typename R>
 bool has_reduce_vectors(const ReduceArgs<R>& a, bool channels_last) {
-  return is_aligned(a.x) && (R::kInputs == 1 || is_aligned(a.second)) &&
+  return is_aligned(a.x) && is_aligned(a.second) && is_aligned(a.third) &&
          (!channels_last || a.rows % kWalkSize<typename R::Element> == 0);
 }
 

@@ -47,7 +47,9 @@ struct RangeReducer {
       s.high = fmaxf(s.high, is_finite(x[j]) ? x[j] : -INFINITY);
     }
   }
-  __device__ Partial finish(const State& s, float count) const { return {s.sums.moments(count), s.low, s.high}; }
+  __device__ Partial finish(const State& s, const Coef&, float count) const {
+    return {s.sums.moments(count), s.low, s.high};
+  }
   static __device__ void merge(Partial& a, const Partial& b) {
     kgopt::merge(a.moments, b.moments);
     a.low = fminf(a.low, b.low);

@@ -107,14 +107,20 @@ inline GroupNormDims check_group_stats_backward(const char* op, const Tensor& dm
   check_group_statistics(op, mean, rstd, x, d);
   return d;
 }
-inline GroupNormDims check_prelu_backward(const char* op, const Tensor& dy, const Tensor& x, const Tensor& mean,
-                                          const Tensor& rstd, const Tensor& slope, int64_t num_groups,
-                                          const OptTensor& weight, const OptTensor& bias, const OptTensor& residual) {
+inline GroupNormDims check_sum_backward(const char* op, const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                        const Tensor& rstd, int64_t num_groups, const OptTensor& weight,
+                                        const OptTensor& bias, const OptTensor& residual) {
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
   check_like(op, "dy", dy, x);
   check_group_statistics(op, mean, rstd, x, d);
-  check_slope(op, slope, x, d.c);
   if (residual) check_like(op, "residual", *residual, x);
+  return d;
+}
+inline GroupNormDims check_prelu_backward(const char* op, const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                          const Tensor& rstd, const Tensor& slope, int64_t num_groups,
+                                          const OptTensor& weight, const OptTensor& bias, const OptTensor& residual) {
+  const GroupNormDims d = check_sum_backward(op, dy, x, mean, rstd, num_groups, weight, bias, residual);
+  check_slope(op, slope, x, d.c);
   return d;
 }
 inline GroupNormDims check_group_norm_mean_backward(const char* op, const Tensor& dout, const Tensor& x,

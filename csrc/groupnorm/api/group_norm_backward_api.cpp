@@ -30,7 +30,7 @@ void prepare_backward_passes(const char* op, const Tensor& x, const Tensor& mean
                              GroupNormPassesBwdParams* p) {
   const GroupNormDims& d = p->dims;
   const int64_t rows = workspace->reserve(d.n * d.c * 8 * acc_size(d));
-  const int64_t partials = workspace->reserve(d.n * p->slices * d.c * 2 * acc_size(d));
+  const int64_t partials = workspace->reserve(d.n * p->slices * d.c * p->partial_values * acc_size(d));
   workspace->allocate();
   AffineSource& t = p->affine;
   t.mean = mean.const_data_ptr();

@@ -1,5 +1,6 @@
 // GroupNorm's gradients on the CPU, in the pieces of cpu_units.h and as independent of the number of threads.
 #include "groupnorm/api/cpu_units.h"
+#include "groupnorm/api/group_norm_cpu.h"
 
 namespace kgopt {
 namespace {
@@ -190,9 +191,11 @@ std::tuple<Tensor, Tensor> affine_gradients(const Tensor& x, const GroupNormDims
   return {dweight_out, dbias_out};
 }
 
-std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd,
-                                                       int64_t num_groups, OptTensor weight, OptTensor bias,
-                                                       std::string act, std::string pre_act) {
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_backward_cpu(Tensor dy, Tensor x, Tensor mean, Tensor rstd,
+                                                           int64_t num_groups, OptTensor weight, OptTensor bias,
+                                                           std::string act, std::string pre_act) {
   const char* const op = "group_norm_backward";
   const GroupNormDims d = check_group_norm(op, x, num_groups, weight, bias);
   const ActChain act_chain = check_act(op, act), pre_chain = check_act(op, pre_act, "pre_act");
@@ -213,6 +216,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(Tensor dy, Tensor x, Tens
   auto [dweight, dbias] = affine_gradients(x, d, affine_type(x, weight, bias), sums_dz_xhat, sums_dz);
   return {dx, dweight, dbias};
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor, Tensor> group_norm_mean_backward(Tensor dout, Tensor x, Tensor channel_mean, Tensor mean,
                                                             Tensor rstd, int64_t num_groups, OptTensor weight) {
@@ -245,6 +250,6 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_mean_backward(Tensor dout, Tensor 
 
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("group_stats_backward", TORCH_BOX(&kgopt::group_stats_backward));
-  m.impl("group_norm_backward", TORCH_BOX(&kgopt::group_norm_backward));
+  m.impl("group_norm_backward", TORCH_BOX(&kgopt::group_norm_backward_cpu));
   m.impl("group_norm_mean_backward", TORCH_BOX(&kgopt::group_norm_mean_backward));
 }

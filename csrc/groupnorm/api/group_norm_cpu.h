@@ -17,6 +17,11 @@ std::tuple<Tensor, Tensor> group_norm_inplace_cpu(const char* op, const Tensor& 
                                                   const OptTensor& weight, const OptTensor& bias, double eps,
                                                   const std::string& act, const std::string& pre_act);
 
+// (dx, dweight, dbias)
+std::tuple<Tensor, Tensor, Tensor> group_norm_backward_cpu(Tensor dy, Tensor x, Tensor mean, Tensor rstd,
+                                                           int64_t num_groups, OptTensor weight, OptTensor bias,
+                                                           std::string act, std::string pre_act);
+
 // (out, channel_mean, mean, rstd)
 std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_mean_fwd_cpu(Tensor x, int64_t num_groups, OptTensor weight,
                                                                    OptTensor bias, double eps);

@@ -16,9 +16,6 @@ struct NormLseBackwardParams : GroupNormPassesBwdParams {
   NormLseBackwardPlan plan;    // slices and slice_length above are its
 };
 
-// From the partial sums of any of the backward kernels: the groups' terms, dweight and dbias.
-Status run_group_norm_passes_bwd_merge(const GroupNormPassesBwdParams& p, cudaStream_t stream);
-
 Status run_norm_lse_backward(const NormLseBackwardParams& p, cudaStream_t stream);
 
 }  // namespace kgopt

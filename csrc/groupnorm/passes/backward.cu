@@ -30,13 +30,13 @@ struct ChannelSumsReducer {
   static constexpr int kValues = 2;
   static constexpr bool kWalks = kPre == Chain::kAny && kAct == Chain::kAny, kHasScalars = kWalks;
   static constexpr bool kFloored = is_floored(kPre, kAct);
-  using Coef = AffineRow<Acc>;
-  using State = TwoSums<Acc>;
+  using Coef = DistanceRow<Acc>;
+  using State = TwoSums<Acc>;  // the second of dz times the distance
   using Partial = TwoSums<Acc>;
   AffineSource affine;
   ActChain pre, act;
 
-  __device__ Coef load(int64_t row) const { return make_affine_row<Acc>(affine, row / affine.c, row % affine.c); }
+  __device__ Coef load(int64_t row) const { return make_distance_row<Acc>(affine, row); }
   __device__ State start(const Coef&, Acc) const { return {}; }
   template <int kSize, typename StateOf, typename CoefOf>
   __device__ __forceinline__ void add(StateOf state, CoefOf coef, Acc (&x)[kSize], Acc (&dy)[kSize]) const {
@@ -48,8 +48,8 @@ struct ChannelSumsReducer {
     }
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      x[j] = (x[j] - coef(j).mean) * coef(j).rstd;
-      z[j] = x[j] * coef(j).weight + coef(j).bias;
+      x[j] -= coef(j).mean;
+      z[j] = x[j] * coef(j).scale + coef(j).bias;
     }
     if constexpr (kFloored) {
       multiply_slopes<kAct, kIsCoarse<T>>(floored(act), z, dy);
@@ -62,7 +62,7 @@ struct ChannelSumsReducer {
       state(j).dz_xhat += dy[j] * x[j];
     }
   }
-  __device__ Partial finish(const State& s, Acc) const { return s; }
+  __device__ Partial finish(const State& s, const Coef& coef, Acc) const { return {s.dz, s.dz_xhat * coef.rstd}; }
   static __device__ void merge(Partial& a, const Partial& b) {
     a.dz += b.dz;
     a.dz_xhat += b.dz_xhat;
@@ -116,6 +116,33 @@ struct InputGradient {
       const Acc off = k.term + xhat[j] * k.term_xhat;
       const Acc d = slope[j] * k.affine.rstd * (kDyPerSample ? -off : k.affine.weight * dz[j] - off);
       dx[j] = stopped[j] ? Acc(0) : d;
+    }
+  }
+};
+
+// The same where there is no activation.
+template <typename T>
+struct NormGradient {
+  using Element = T;
+  using Acc = acc_t<T>;
+  static constexpr int kInputs = 2;
+  static constexpr bool kWalks = false, kHasScalars = false;
+  struct Coef {
+    Acc mean, scale, slope, offset;
+  };
+  const GradientRow<Acc>* rows;
+
+  __device__ Coef load(int64_t row) const {
+    const GradientRow<Acc> r = rows[row];
+    const Acc rstd = r.affine.rstd;
+    return {r.affine.mean, rstd * r.affine.weight, -rstd * rstd * r.term_xhat, -rstd * r.term};
+  }
+  template <int kSize, typename CoefOf>
+  __device__ __forceinline__ void apply(CoefOf coef, const Acc (&x)[kSize], const Acc (&dz)[kSize],
+                                        Acc (&dx)[kSize]) const {
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      dx[j] = dz[j] * coef(j).scale + ((x[j] - coef(j).mean) * coef(j).slope + coef(j).offset);
     }
   }
 };
@@ -178,23 +205,24 @@ __global__ void __launch_bounds__(kMergeThreads)
   wait_for_prerequisites();
   let_dependents_start();
   const auto row_of = [&](int64_t i) { return i == tid ? own : make_affine_row<Acc>(p.affine, n, first + i); };
-  const auto add_up = [&](const TwoSums<Acc>* from, int64_t count, int log2) {
+  // Of `count` slices from slice `first` on.
+  const auto add_up = [&](int64_t first, int64_t channel, int64_t count, int log2) {
+    const Acc* const from = static_cast<const Acc*>(p.partial_sums) + (first * d.c + channel) * p.partial_values;
     TwoSums<Acc> sum;
 #pragma unroll 4
     for (int64_t i = tid >> log2; i < count; i += blockDim.x >> log2) {
-      const TwoSums<Acc> v = from[i * d.c];
-      sum.dz += v.dz;
-      sum.dz_xhat += v.dz_xhat;
+      const Acc* const v = from + i * d.c * p.partial_values;
+      sum.dz += v[0];
+      sum.dz_xhat += v[1];
     }
     return sum;
   };
-  const TwoSums<Acc>* const partials = static_cast<const TwoSums<Acc>*>(p.partial_sums);
   if (block >= groups) {
     const int64_t c = ((block - groups) << kGradientChannelsLog2) + (tid & (kGradientChannels - 1));
     const int64_t count = d.parameters(), sample = d.by_sample ? c / d.c : 0;
     TwoSums<Acc> sum;
     const int64_t rows = d.by_sample ? p.slices : d.n * p.slices;
-    if (c < count) sum = add_up(partials + sample * p.slices * d.c + (c - sample * d.c), rows, kGradientChannelsLog2);
+    if (c < count) sum = add_up(sample * p.slices, c - sample * d.c, rows, kGradientChannelsLog2);
     sum_over_walkers(sum, kGradientChannelsLog2, rows, shared);
     if (tid >= kGradientChannels || c >= count) return;
     store_as(p.dweight, c, p.affine_dtype, sum.dz_xhat);
@@ -208,7 +236,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     const bool keeps = tid < width && i < channels;
     const Acc weight = keeps ? row_of(i).weight : Acc(0);
     TwoSums<Acc> sum;
-    if (i < channels) sum = add_up(partials + n * p.slices * d.c + c, p.slices, width_log2);
+    if (i < channels) sum = add_up(n * p.slices, c, p.slices, width_log2);
     sum_over_walkers(sum, width_log2, p.slices, shared);
     if (!keeps) continue;
     term += weight * sum.dz;
@@ -295,10 +323,9 @@ Status launch_channel_sums(const GroupNormPassesBwdParams& p, cudaStream_t strea
   return launch_reduce("group_norm_backward_sums_kernel", a, p.dims.channels_last, stream, true);
 }
 
-template <typename T, Chain kPre, Chain kAct, bool kDyPerSample>
-Status launch_input_gradient(const GroupNormPassesBwdParams& p, cudaStream_t stream) {
-  using F = std::conditional_t<kDyPerSample, InputGradient<T, kPre, kAct, true>,
-                               InputGradient<T, chain_for<T>(kPre), chain_for<T>(kAct), false>>;
+template <typename F>
+ElementwiseArgs<F> args_of(const GroupNormPassesBwdParams& p) {
+  using T = typename F::Element;
   ElementwiseArgs<F> a{};
   a.x = static_cast<const T*>(p.x);
   a.second = static_cast<const T*>(p.dy);
@@ -307,6 +334,16 @@ Status launch_input_gradient(const GroupNormPassesBwdParams& p, cudaStream_t str
   a.c = p.dims.c;
   a.s = p.dims.s;
   a.f.rows = static_cast<const GradientRow<acc_t<T>>*>(p.rows);
+  return a;
+}
+
+inline constexpr const char* kInputGradient = "group_norm_backward_dx_kernel";
+
+template <typename T, Chain kPre, Chain kAct, bool kDyPerSample>
+Status launch_input_gradient(const GroupNormPassesBwdParams& p, cudaStream_t stream) {
+  using F = std::conditional_t<kDyPerSample, InputGradient<T, kPre, kAct, true>,
+                               InputGradient<T, chain_for<T>(kPre), chain_for<T>(kAct), false>>;
+  ElementwiseArgs<F> a = args_of<F>(p);
   a.f.pre = p.pre_act;
   a.f.act = p.act;
   if constexpr (!F::kHasScalars) {
@@ -314,7 +351,18 @@ Status launch_input_gradient(const GroupNormPassesBwdParams& p, cudaStream_t str
       return launch_input_gradient<T, Chain::kAny, Chain::kAny, false>(p, stream);
     }
   }
-  return launch_elementwise("group_norm_backward_dx_kernel", a, p.dims.channels_last, stream, true);
+  return launch_elementwise(kInputGradient, a, p.dims.channels_last, stream, true);
+}
+
+template <typename T>
+Status launch_norm_gradient(const GroupNormPassesBwdParams& p, cudaStream_t stream) {
+  if constexpr (!std::is_same_v<T, double>) {
+    const auto a = args_of<NormGradient<T>>(p);
+    if (elementwise_size(a, p.dims.channels_last) > 1) {
+      return launch_elementwise(kInputGradient, a, p.dims.channels_last, stream, true);
+    }
+  }
+  return launch_input_gradient<T, Chain::kAny, Chain::kAny, false>(p, stream);
 }
 
 template <typename Acc>
@@ -386,10 +434,17 @@ Status run_group_norm_passes_bwd(const GroupNormPassesBwdParams& p, cudaStream_t
   }
   if (!status.ok()) return status;
   status = run_group_norm_passes_bwd_merge(p, stream);
-  if (!status.ok() || p.dx == nullptr) return status;  // null: the rows are all that is wanted
+  return status.ok() ? run_group_norm_passes_bwd_dx(p, stream) : status;
+}
+
+Status run_group_norm_passes_bwd_dx(const GroupNormPassesBwdParams& p, cudaStream_t stream) {
+  Status status;
+  if (p.dx == nullptr) return status;  // the rows are all that is wanted
   KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
     if (p.dy == nullptr) {
       status = launch_input_gradient<T, Chain::kNone, Chain::kNone, true>(p, stream);
+    } else if (p.pre_act.empty() && p.act.empty()) {
+      status = launch_norm_gradient<T>(p, stream);
     } else {
       KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
         constexpr bool kFloored = is_floored(kPre, kAct);

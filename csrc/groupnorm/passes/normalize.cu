@@ -23,7 +23,7 @@ struct Normalize {
 
   template <Chain kChain, int kSize>
   static __device__ __forceinline__ void apply(const ActChain& chain, Acc (&y)[kSize]) {
-    if constexpr (kChain == Chain::kRelu) {
+    if constexpr (has_floor(kChain)) {
       apply_chain<kChain, kIsCoarse<T>>(floored(chain), y);
     } else {
       apply_chain<kChain, kIsCoarse<T>>(chain, y);
@@ -77,7 +77,7 @@ Status launch_normalize(const NormalizeParams& p, cudaStream_t stream) {
   const ElementwiseArgs<F> a = args_of<F>(p);
   if constexpr (!F::kHasScalars) {
     if (elementwise_size(a, p.dims.channels_last) == 1) {
-      return launch_normalize<T, Chain::kAny, Chain::kAny>(p, stream);
+      return launch_normalize<T, Chain::kAny, Chain::kAny, kResidual>(p, stream);
     }
   }
   return launch_elementwise("normalize_kernel", a, p.dims.channels_last, stream, true);
@@ -115,7 +115,12 @@ Status run_normalize(const NormalizeParams& p, cudaStream_t stream) {
   if (p.slopes.data) return run_normalize_prelu(p, stream);
   Status status;
   KGOPT_DISPATCH_DTYPE(p.dims.dtype, T, {
-    if (p.residual) return launch_normalize<T, Chain::kAny, Chain::kAny, true>(p, stream);
+    if (p.residual) {
+      if (p.pre_act.empty() && (p.act.empty() || is_two_lines(p.act))) {
+        return launch_normalize<T, Chain::kNone, Chain::kLeakyRelu, true>(p, stream);
+      }
+      return launch_normalize<T, Chain::kAny, Chain::kAny, true>(p, stream);
+    }
     KGOPT_DISPATCH_CHAINS(p.pre_act, p.act, kPre, kAct, {
       constexpr bool kFloored = kPre != Chain::kAny && (kAct == Chain::kNone || kAct == Chain::kRelu);
       status = launch_normalize<T, kFloored ? Chain::kRelu : kPre, kFloored ? Chain::kRelu : kAct>(p, stream);

@@ -42,7 +42,7 @@ struct MomentsReducer {
 #pragma unroll
     for (int j = 0; j < kSize; ++j) state(j).add(x[j]);
   }
-  __device__ Partial finish(const State& s, Acc count) const { return s.moments(count); }
+  __device__ Partial finish(const State& s, const Coef&, Acc count) const { return s.moments(count); }
   static __device__ void merge(Partial& a, const Partial& b) { kgopt::merge(a, b); }
 };
 

@@ -255,9 +255,10 @@ template <typename T, Chain kPre, Chain kAct>
 Status launch(NormTraits<T, kPre, kAct>, const GroupNormRowsBwdParams& p, const RowPlan& plan, cudaStream_t stream) {
   constexpr bool kHolds = kPre != Chain::kAny && kAct != Chain::kAny && kAct != Chain::kSilu;
   using Traits = RowTraits<T, kPre, kAct, 2, kHolds>;
-  if constexpr (kHolds) {
+  if (p.shares.summers != Traits::kSummers) {
     // A row that is more than the few summers have at a time.
-    if (p.shares.summers != Traits::kSummers) return launch(NormTraits<T, Chain::kAny, Chain::kAny>(), p, plan, stream);
+    if constexpr (kHolds) return launch(NormTraits<T, Chain::kAny, Chain::kAny>(), p, plan, stream);
+    return Status::Unsupported(kName, "the plan is one of another instance");
   }
   GroupNormRowsBwdParams params = p;
   params.shares.held = std::min<uint32_t>(p.shares.held, Traits::kHeld);

@@ -147,7 +147,9 @@ inline RowPlan plan_group_norm_rows(const NormPlanInput& in) {
   if (d.dtype == Dtype::kFloat64) return refuse("float64 keeps its statistics in float64");
   if (d.numel() == 0) return refuse("x is empty");
   if (!in.aligned) return refuse("a tensor does not start at a multiple of 16 bytes");
-  if (in.long_chain) return refuse("slow activations need more warps than fit beside x");
+  // The backward computes the chain once and reads x once, which is more than what fewer warps lose: in fp32 always.
+  const bool crowds_out = in.backward() ? in.crowds_out() && dtype_size(d.dtype) == 2 : in.long_chain;
+  if (crowds_out) return refuse("slow activations need more warps than fit beside x");
   if (in.extended) return refuse("a residual or a PReLU needs registers that columns have");
   const int64_t sample = d.numel() / d.n * dtype_size(d.dtype), limit = int64_t(1) << 30;
   if (d.s >= limit || d.c >= (1 << 20) || d.n * d.g >= limit) return refuse("over 2^30 positions or groups");

@@ -35,7 +35,19 @@ __device__ __forceinline__ AffineRow<Acc> make_affine_row(const AffineSource& p,
   return {mean, rstd, weight, bias};
 }
 
-// The same for dx, with the group's terms: (sum dz * weight, sum dz * weight * xhat) / (elements of a group). Where dz
+// The norm by distances from the mean, xhat times the deviation: (x - mean) * scale + bias.
+template <typename Acc>
+struct DistanceRow {
+  Acc mean, scale, bias, rstd;
+};
+// Of row `row` of all samples' channels.
+template <typename Acc>
+__device__ __forceinline__ DistanceRow<Acc> make_distance_row(const AffineSource& p, int64_t row) {
+  const AffineRow<Acc> r = make_affine_row<Acc>(p, row / p.c, row % p.c);
+  return {r.mean, r.rstd * r.weight, r.bias, r.rstd};
+}
+
+// AffineRow for dx, with the group's terms: (sum dz * weight, sum dz * weight * xhat) / (elements of a group). Where dz
 // is the same all over a sample, dz * weight is taken off the first.
 template <typename Acc>
 struct alignas(16) GradientRow {

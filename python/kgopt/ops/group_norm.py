@@ -23,7 +23,7 @@ group_norm_backward = in_backward("group_norm_backward")
 group_norm_mean_backward = in_backward("group_norm_mean_backward")
 _group_stats_backward = in_backward("group_stats_backward")
 _group_stats, _group_norm_add = in_backward("group_stats"), in_backward("group_norm_add")
-_group_norm_prelu_backward = in_backward("group_norm_prelu_backward")
+_leaky_relu_backward = in_backward("group_norm_add_leaky_relu_backward")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Results without values
@@ -88,15 +88,15 @@ def _norm_add_backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, weight, bias, mean, rstd, kept = ctx.saved_tensors
     groups, eps, act = ctx.options
     slope = _leaky_slope(act)
-    if slope is not None:  # a PReLU of that slope, whose gradient computes the sum as it goes
-        slopes = x.new_full([1], slope, dtype=stats_dtype(x))
-        dy, _ = _group_norm_prelu_backward(dy, x, mean, rstd, slopes, groups, weight, bias, kept)
-    elif act != "none":
-        if act != "relu":
+    if slope is not None:
+        dx, dy, dweight, dbias = _leaky_relu_backward(dy, x, kept, mean, rstd, groups, weight, bias, slope)
+    else:
+        if act not in ("none", "relu"):
             kept = _group_norm_add(x, kept, groups, weight, bias, eps, "none")
-        dy = activation_backward(dy, kept, act)
+        if act != "none":
+            dy = activation_backward(dy, kept, act)
         del kept  # what was computed for it is gone before dx is there
-    dx, dweight, dbias = group_norm_backward(dy, x, mean, rstd, groups, weight, bias, "none", "none")
+        dx, dweight, dbias = group_norm_backward(dy, x, mean, rstd, groups, weight, bias, "none", "none")
     return dx, dy, None, *affine_gradients(ctx, (3, 4), dweight, dbias)
 
 
@@ -260,6 +260,39 @@ def _group_norm_backward_formula(
     return as_x_lies(chain_backward(du, wide(x), pre_act), x), dweight.to(dtype), dbias.to(dtype)
 
 
+def _leaky_relu_backward_fake(
+    dy: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    slope: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx, dweight, dbias = affine_gradients_fake(x, weight, bias)
+    return dx, empty_like(x), dweight, dbias
+
+
+def _leaky_relu_backward_formula(
+    dy: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    slope: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    z = with_affine(normalized(wide(x), mean, rstd), weight, bias) + wide(residual)
+    dz = torch.where(z > 0, wide(dy), wide(dy) * slope)
+    dx, dweight, dbias = norm_backward(dz, wide(x), mean, rstd, weight)
+    dtype = affine_dtype(x, weight, bias)
+    return as_x_lies(dx, x), as_x_lies(dz, x), dweight.to(dtype), dbias.to(dtype)
+
+
 def group_norm_mean_fwd_formula(
     x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -378,6 +411,10 @@ op = record(
 )
 op.dims = dims_by_group("NC NC NG NG C C", "NC C C")
 op.statistics = (2, 3), from_x(2, act=8)
+
+op = record("group_norm_add_leaky_relu_backward", fake=_leaky_relu_backward_fake, formula=_leaky_relu_backward_formula)
+op.dims = dims_by_group("NC NC NC NG NG C C", "NC NC C C")
+op.statistics = (3, 4), from_x(3)
 
 op = record("group_norm_mean_fwd", fake=_mean_fwd_fake, formula=group_norm_mean_fwd_formula)
 op.dims = dims("N . .", "N N N N")

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kgopt._layout import as_x_lies, empty, empty_like, wide
+from kgopt._layout import affine_dtype, as_x_lies, empty, empty_like, wide
 from kgopt.ops.autocast import cast, everywhere
 from kgopt.ops.calls import in_backward
 from kgopt.ops.group_norm import (
     affine_gradients,
+    affine_gradients_fake,
     from_x,
-    group_norm_backward,
+    norm_backward,
     norm_formula,
     normalized,
     stats_fake,
@@ -35,8 +36,7 @@ def _setup(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
     x, slope, weight, bias, residual, mean, rstd = ctx.saved_tensors
     groups = ctx.num_groups
-    dz, dslope = _prelu_backward(dy, x, mean, rstd, slope, groups, weight, bias, residual)
-    dx, dweight, dbias = group_norm_backward(dz, x, mean, rstd, groups, weight, bias, "none", "none")
+    dx, dz, dslope, dweight, dbias = _prelu_backward(dy, x, mean, rstd, slope, groups, weight, bias, residual)
     dweight, dbias = affine_gradients(ctx, (3, 4), dweight, dbias)  # type: ignore[assignment]
     return dx, dslope, None, dweight, dbias, None, None if residual is None else dz
 
@@ -69,14 +69,32 @@ def _backward_formula(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     z = with_affine(normalized(wide(x), mean, rstd), weight, bias)
     z = z if residual is None else z + wide(residual)
     above, dy = z > 0, wide(dy)
     dz = torch.where(above, dy, dy * _by_channel(wide(slope), dy.dim()))
     terms = torch.where(above, 0, dy * z)
     dslope = terms.sum() if slope.numel() == 1 else terms.sum([0, *range(2, dy.dim())])
-    return as_x_lies(dz, x), dslope.reshape(slope.shape).to(slope.dtype)
+    dx, dweight, dbias = norm_backward(dz, wide(x), mean, rstd, weight)
+    dtype = affine_dtype(x, weight, bias)
+    dslope = dslope.reshape(slope.shape).to(slope.dtype)
+    return as_x_lies(dx, x), as_x_lies(dz, x), dslope, dweight.to(dtype), dbias.to(dtype)
+
+
+def _backward_fake(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    slope: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dx, dweight, dbias = affine_gradients_fake(x, weight, bias)
+    return dx, empty_like(x), empty(slope, slope.shape), dweight, dbias
 
 
 def _in_the_dtype_of_prelu(op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
@@ -121,11 +139,7 @@ public = record_public("group_norm_prelu", op)
 op.dims, public.dims = _dims("NC S C C NC", "NC NG NG"), _dims("NC S C C NC", "NC")
 public.autocast = everywhere(_in_the_dtype_of_prelu)
 
-# No vmap: dslope is a sum over N.
-op = record(
-    "group_norm_prelu_backward",
-    fake=lambda dy, x, mean, rstd, slope, *_: (empty_like(x), empty(slope, slope.shape)),
-    formula=_backward_formula,
-)
-op.dims = _dims("NC NC NG NG S C C NC", "NC S")
+# No vmap: the parameters' gradients are sums over N.
+op = record("group_norm_prelu_backward", fake=_backward_fake, formula=_backward_formula)
+op.dims = _dims("NC NC NG NG S C C NC", "NC NC S C C")
 op.statistics = (2, 3), from_x(2)

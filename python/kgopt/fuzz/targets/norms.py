@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kgopt.fuzz.draw import Draw
 from kgopt.fuzz.kind import Case
@@ -11,6 +11,8 @@ from kgopt.fuzz.target import AFFINE, REF, Args, Target, Tensors, home_of, name_
 __all__ = ["TARGETS"]
 
 _INPUTS = ("x", *AFFINE)
+_SUM_INPUTS = ("x", "residual", *AFFINE)
+_PRELU_INPUTS = ("x", "residual", "slope", *AFFINE)
 _LSE_BACKWARD = "group_norm_tanh_hardswish_residual_logsumexp_backward"
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -36,6 +38,12 @@ def _add_draw(d: Draw) -> tuple[Tensors, Args]:
     tensors, args = norm_draw()(d)
     residual = d.tensor(tensors["x"]["shape"])
     return {"x": tensors.pop("x"), "residual": residual, **tensors}, args
+
+
+def _leaky_draw(d: Draw) -> tuple[Tensors, Args]:
+    tensors, args = norm_draw(act=False)(d)
+    residual = d.tensor(tensors["x"]["shape"])
+    return {"x": tensors.pop("x"), "residual": residual, **tensors}, {**args, "slope": d.rng.choice([0.01, 0.2, -0.5])}
 
 
 def _scale_shift_draw(d: Draw) -> tuple[Tensors, Args]:
@@ -207,12 +215,22 @@ def _group_norm_prelu(case: Case) -> str:
     return f"torch.ops.kgopt.group_norm_prelu({_preluded(case)})"
 
 
+def _sum_gradients(case: Case, call: str, names: Sequence[str]) -> str:
+    # The gradient of a residual is that of the activation's argument. Beside float32 parameters all of it is computed
+    # in float32; the search rounds the first result alone.
+    likes = ", ".join("x" if n == "residual" else n for n in names if n in case["tensors"])
+    given = vjp_text(case, call, names)
+    return f"[g if g.dtype == torch.float64 else g.to(t.dtype) for g, t in zip({given}, ({likes}))]"
+
+
 def _prelu_gradients(case: Case) -> str:
-    # The gradient of a residual is that of the PReLU's argument.
-    call = vjp_text(case, f"{REF}.group_norm_prelu_ref({_preluded(case)})", ("residual", "slope"))
-    kept = case["tensors"]["slope"]["dtype"]
-    # Beside float32 parameters all of it is computed in float32; the search rounds the first result alone.
-    return f"(lambda dz, d: (dz, d if d.dtype == torch.float64 else d.to(torch.{kept})))(*{call})"
+    return _sum_gradients(case, f"{REF}.group_norm_prelu_ref({_preluded(case)})", _PRELU_INPUTS)
+
+
+def _leaky_gradients(case: Case) -> str:
+    act = f"leaky_relu({case['args']['slope']!r})"
+    call = f"{REF}.group_norm_add_ref({norm_text(case, more=', residual')}, eps={case['args']['eps']!r}, act={act!r})"
+    return _sum_gradients(case, call, _SUM_INPUTS)
 
 
 def _norm_fwd_ref(case: Case) -> str:
@@ -373,6 +391,20 @@ TARGETS = [
         with_dy(_summed_prelu_draw),
         lambda case: f"dy, x, mean, rstd, slope, {case['args']['num_groups']!r}, {_affine(case)}, residual",
         _prelu_gradients,
+        _PRELU_INPUTS,
+        before=_stats_before,
+        grads=(),
+        wide=AFFINE,
+    ),
+    of_op(
+        "group_norm_add_leaky_relu_backward",
+        3,
+        with_dy(_leaky_draw),
+        lambda case: (
+            f"dy, x, residual, mean, rstd, {case['args']['num_groups']!r}, {_affine(case)}, {case['args']['slope']!r}"
+        ),
+        _leaky_gradients,
+        _SUM_INPUTS,
         before=_stats_before,
         grads=(),
         wide=AFFINE,

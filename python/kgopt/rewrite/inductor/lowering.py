@@ -37,7 +37,7 @@ _NORMS = (
 _NORMS_FORWARD = ("group_norm_fwd", "group_norm_add_fwd", "group_norm_prelu_fwd", "group_norm_by_sample_fwd")
 _OTHERS = (
     *("group_norm_backward", "group_norm_prelu_backward", "channel_norm_backward", "activation_backward"),
-    "group_norm_by_sample_backward",
+    *("group_norm_by_sample_backward", "group_norm_add_leaky_relu_backward"),
     *("group_norm_mean", "group_norm_mean_fwd", "group_norm_mean_backward", "group_stats", "group_stats_backward"),
     *("max_pool", "pad_replicate", "upsample_linear", "upsample_nearest"),
     *("upsample_linear_backward", "upsample_nearest_backward"),

@@ -1,5 +1,6 @@
-// The gradient of a PReLU behind a norm on the CPU, a pass ahead of the norm's own backward.
+// The backward of a norm, a sum and a PReLU or LeakyReLU on the CPU: a pass ahead of the norm's own.
 #include "groupnorm/api/cpu_units.h"
+#include "groupnorm/api/group_norm_cpu.h"
 
 namespace kgopt {
 namespace {
@@ -64,32 +65,56 @@ void prelu_gradient(const T* x, const T* dy, const T* residual, T* dz, const Gro
   }
 }
 
-std::tuple<Tensor, Tensor> group_norm_prelu_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor slope,
-                                                     int64_t num_groups, OptTensor weight, OptTensor bias,
-                                                     OptTensor residual) {
-  const char* const op = "group_norm_prelu_backward";
-  const GroupNormDims d = check_prelu_backward(op, dy, x, mean, rstd, slope, num_groups, weight, bias, residual);
+// dx, dz, dweight and dbias, and the sums of the slopes' gradients, by channel.
+std::tuple<Tensor, Tensor, Tensor, Tensor> run_sum_backward(const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                                            const Tensor& rstd, const GroupNormDims& d,
+                                                            const OptTensor& weight, const OptTensor& bias,
+                                                            const OptTensor& residual,
+                                                            const std::vector<double>& slopes,
+                                                            std::vector<double>* sums) {
   const MemoryFormat format = format_of(x, d);
   const Tensor dense = dense_in(x, format), dense_dy = dense_in(dy, format);
   const OptTensor added = residual ? OptTensor(dense_in(*residual, format)) : std::nullopt;
   Tensor dz = empty_like_shape(x, sizes_of(x), std::nullopt, format);
-  Tensor dslope = empty_like_shape(slope, sizes_of(slope));
-  std::vector<double> sums(d.c);
   if (d.numel() > 0) {
     dispatch_dtype(d.dtype, [&](auto zero) {
       using T = decltype(zero);
       prelu_gradient(static_cast<const T*>(dense.const_data_ptr()), static_cast<const T*>(dense_dy.const_data_ptr()),
                      added ? static_cast<const T*>(added->const_data_ptr()) : nullptr,
                      static_cast<T*>(dz.mutable_data_ptr()), d, read_all(mean, d.n * d.g), read_all(rstd, d.n * d.g),
-                     read_all(weight, d.c, 1.0), read_all(bias, d.c, 0.0), read_slopes(slope, d.c), &sums);
+                     read_all(weight, d.c, 1.0), read_all(bias, d.c, 0.0), slopes, sums);
     });
   }
+  const auto [dx, dweight, dbias] = group_norm_backward_cpu(dz, x, mean, rstd, d.g, weight, bias, "none", "none");
+  return {dx, dz, dweight, dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_norm_prelu_backward(Tensor dy, Tensor x, Tensor mean,
+                                                                             Tensor rstd, Tensor slope,
+                                                                             int64_t num_groups, OptTensor weight,
+                                                                             OptTensor bias, OptTensor residual) {
+  const char* const op = "group_norm_prelu_backward";
+  const GroupNormDims d = check_prelu_backward(op, dy, x, mean, rstd, slope, num_groups, weight, bias, residual);
+  std::vector<double> sums(d.c);
+  const auto [dx, dz, dweight, dbias] =
+      run_sum_backward(dy, x, mean, rstd, d, weight, bias, residual, read_slopes(slope, d.c), &sums);
   if (slope.numel() == 1) {
     for (int64_t c = 1; c < d.c; ++c) sums[0] += sums[c];
     sums.resize(1);
   }
+  Tensor dslope = empty_like_shape(slope, sizes_of(slope));
   write_all(dslope, sums);
-  return {dz, dslope};
+  return {dx, dz, dslope, dweight, dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> group_norm_add_leaky_relu_backward(Tensor dy, Tensor x, Tensor residual,
+                                                                              Tensor mean, Tensor rstd,
+                                                                              int64_t num_groups, OptTensor weight,
+                                                                              OptTensor bias, double slope) {
+  const char* const op = "group_norm_add_leaky_relu_backward";
+  const GroupNormDims d = check_sum_backward(op, dy, x, mean, rstd, num_groups, weight, bias, residual);
+  std::vector<double> sums(d.c);
+  return run_sum_backward(dy, x, mean, rstd, d, weight, bias, residual, std::vector<double>(d.c, slope), &sums);
 }
 
 }  // namespace
@@ -97,4 +122,5 @@ std::tuple<Tensor, Tensor> group_norm_prelu_backward(Tensor dy, Tensor x, Tensor
 
 STABLE_TORCH_LIBRARY_IMPL(kgopt, CPU, m) {
   m.impl("group_norm_prelu_backward", TORCH_BOX(&kgopt::group_norm_prelu_backward));
+  m.impl("group_norm_add_leaky_relu_backward", TORCH_BOX(&kgopt::group_norm_add_leaky_relu_backward));
 }
