@@ -83,6 +83,37 @@ def test_choose_group_norm(family, sizes):
     assert family != "passes" or set(choice["why_not"]) == {"small", "cluster", "tiles", "rows", "columns", "slab"}
 
 
+@pytest.mark.parametrize(
+    ("held", "pre_act", "act"),
+    [(True, "none", "none"), (True, "none", "relu"), (True, "none", "leaky_relu"), (True, "relu", "none"),
+     (False, "none", "silu"), (False, "none", "gelu"), (False, "silu", "none"), (False, "relu", "relu"),
+     (False, "silu", "silu"), (False, "gelu", "none")],
+)  # fmt: skip
+def test_rows_hold_chunks_for_instances_that_do(held, pre_act, act):
+    """The instance that walks chains, and SiLU's, have as many warps for sums as for results, and hold none."""
+    sizes = {"n": 2, "c": 64, "s": 48**3, "g": 8, "channels_last": True, "tensors": 2}
+    choice = dev.choose_group_norm(**sizes, pre_act=pre_act, act=act)
+    assert choice["family"] == "rows"
+    assert (choice["held"] > 0) == held
+
+
+@pytest.mark.parametrize(
+    ("family", "s", "dtype"),
+    [("rows", 48**3, "bfloat16"), ("passes", 128**3, "bfloat16"), ("rows", 128**3, "float32")],
+)
+def test_walked_backwards(family, s, dtype):
+    choice = dev.choose_group_norm(1, 32, s, 8, dtype, act="gelu", channels_last=True, tensors=2)
+    assert choice["family"] == family
+
+
+@pytest.mark.parametrize(("family", "edge"), [("columns", 64), ("passes", 96)])
+def test_large_sums_take_passes(family, edge):
+    place = (1, 64, edge**3, 8, "bfloat16")
+    for act in ("none", "leaky_relu"):
+        assert dev.choose_group_norm(*place, channels_last=True, act=act, residual=True)["family"] == family
+        assert dev.choose_group_norm(*place, channels_last=True, act=act)["family"] == "columns"
+
+
 def test_choose_group_norm_says_why():
     """Which kernel runs, and why not the others, in words: what explain_group_norm gives on a GPU."""
     text = dev.choose_group_norm(1, 32, 128**3, 8, "bfloat16", act="silu")["explanation"]

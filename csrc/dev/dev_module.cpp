@@ -1044,9 +1044,10 @@ py::dict plan_slabs(int64_t n, int64_t c, int64_t s, int64_t g, const std::strin
 // Which family takes a forward (one tensor that is read) or a backward (two), why not the others, and all in words.
 py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::string& dtype, int tensors,
                      bool channels_last, bool aligned, int max_blocks, int sm_count, int64_t smem_bytes,
-                     const std::string& act, const std::string& pre_act) {
+                     const std::string& act, const std::string& pre_act, bool residual) {
   NormPlanInput in = norm_input(n, c, s, g, dtype, tensors, channels_last, aligned, max_blocks, sm_count, smem_bytes);
-  in.set_activations(parse_chain(pre_act), parse_chain(act));
+  const NormExtras extras = residual ? NormExtras::kResidual : NormExtras::kNone;
+  in.set_activations(parse_chain(pre_act), parse_chain(act), extras);
   const NormChoice choice = choose_group_norm(in);
   py::dict out, why_not;
   for (int i = 0; i < kNormFamilies; ++i) {
@@ -1056,6 +1057,7 @@ py::dict choose_norm(int64_t n, int64_t c, int64_t s, int64_t g, const std::stri
   out["why_not"] = why_not;
   out["kernels"] = norm_kernels(choice, in);
   out["explanation"] = explain_norm_choice(choice, in, true);
+  if (const RowPlan* rows = std::get_if<RowPlan>(&choice.plan)) out["held"] = rows->shares.held;
   out["words"] = choice.scratch.words;
   out["sums"] = choice.scratch.sums;
   out["sum_rows"] = choice.scratch.sum_rows;
@@ -1220,7 +1222,8 @@ void bind_norm(py::module_& m) {
   m.def("choose_group_norm", &choose_norm, py::arg("n"), py::arg("c"), py::arg("s"), py::arg("g"),
         py::arg("dtype") = "float32", py::arg("tensors") = 1, py::arg("channels_last") = false,
         py::arg("aligned") = true, py::arg("max_blocks") = 16, py::arg("sm_count") = 132,
-        py::arg("smem_bytes") = 227 << 10, py::arg("act") = "none", py::arg("pre_act") = "none");
+        py::arg("smem_bytes") = 227 << 10, py::arg("act") = "none", py::arg("pre_act") = "none",
+        py::arg("residual") = false);
 }
 
 }  // namespace

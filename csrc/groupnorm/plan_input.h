@@ -11,6 +11,12 @@ namespace kgopt {
 // Elements up to which a single launch makes up for chains that few warps walk (H200, bf16 and fp32).
 inline constexpr int64_t kMostWalked = 9 << 20;
 
+// What may stand between a norm and the activation behind it.
+enum class NormExtras { kNone, kPRelu, kResidual };  // kResidual: and perhaps a PReLU
+
+// Elements from which on a sum behind the norm is faster by passes over memory (H200, bf16 and fp32).
+inline constexpr int64_t kMostSummed = 22 << 20;
+
 struct NormPlanInput {
   GroupNormDims dims;
   int tensors = 1;  // that are read: x, or in a backward x and dy
@@ -23,6 +29,7 @@ struct NormPlanInput {
   // The activations around the norm.
   bool long_chain = false;  // they are walked at run time
   bool extended = false;    // a residual or a PReLU stands in front of the one behind the norm
+  bool sums = false;        // a residual
   bool plain = true;        // none in front of the norm, and behind it none, ReLU or SiLU
   bool holds = true;        // they leave registers for chunks
 
@@ -36,8 +43,9 @@ struct NormPlanInput {
   bool backward() const { return tensors == 2; }
   // Whether they take so long that they want all the warps that a multiprocessor has, beside which x does not fit.
   bool crowds_out() const { return long_chain && dims.numel() > kMostWalked; }
-  void set_activations(const ActChain& pre, const ActChain& act, bool with_more = false) {
-    extended = with_more;
+  void set_activations(const ActChain& pre, const ActChain& act, NormExtras extras = NormExtras::kNone) {
+    extended = extras != NormExtras::kNone;
+    sums = extras == NormExtras::kResidual;
     const Chain pre_kind = chain_kind(pre), kind = norm_chain_kind(act);
     long_chain = extended ? !(pre.empty() && (act.empty() || is_two_lines(act))) : !is_compiled_in(pre, act);
     plain = pre_kind == Chain::kNone && chain_kind(act) != Chain::kAny && !extended;

@@ -6,7 +6,7 @@ namespace kgopt {
 
 NormPlanInput norm_plan_input(const char* op, const Tensor& x, std::initializer_list<const void*> tensors,
                               const GroupNormDims& d, bool backward, const ActChain& pre_act, const ActChain& act,
-                              bool extended) {
+                              NormExtras extras) {
   const auto address_of = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
   const DeviceInfo info = check_gpu(op, x);
   const uintptr_t first = address_of(*tensors.begin());
@@ -18,7 +18,7 @@ NormPlanInput norm_plan_input(const char* op, const Tensor& x, std::initializer_
     in.aligned_alike = in.aligned_alike && (first - address_of(t)) % 16 == 0;
   }
   in.x_offset = static_cast<uint32_t>(first % 128);
-  in.set_activations(pre_act, act, extended);
+  in.set_activations(pre_act, act, extras);
   in.max_blocks = info.compute_capability >= 90 ? max_cluster_blocks(x.get_device_index()) : 0;
   in.has_bulk_copy = info.compute_capability >= 90 && has_bulk_copy();
   in.sm_count = info.sm_count;

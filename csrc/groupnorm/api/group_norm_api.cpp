@@ -45,15 +45,16 @@ Statistics normalize_into(const char* op, const Tensor& x, const Tensor& y, cons
   const OptTensor w = dense_or_none(weight), b = dense_or_none(bias);
   Statistics s;
   if (given) s = allocate_statistics(x, d, false);
+  const NormExtras extras = residual ? NormExtras::kResidual : slopes.data ? NormExtras::kPRelu : NormExtras::kNone;
   const NormChoice choice = choose_group_norm(
       norm_plan_input(op, x, {x.const_data_ptr(), y.const_data_ptr(), residual ? residual : x.const_data_ptr()}, d,
-                      /*backward=*/false, pre_act, slopes.data ? leaky_relu() : act, residual || slopes.data));
+                      /*backward=*/false, pre_act, slopes.data ? leaky_relu() : act, extras));
   GroupNormFwdArgs a;
   a.x = x.const_data_ptr();
   a.y = y.mutable_data_ptr();
   a.residual = residual;
   a.slopes = slopes;
-  a.is_extended = residual || slopes.data;
+  a.is_extended = extras != NormExtras::kNone;
   a.weight = data_or_null(w);
   a.bias = data_or_null(b);
   a.affine_stride = static_cast<uint32_t>(d.affine_stride());

@@ -9,7 +9,7 @@ namespace kgopt {
 // tensors: those of x's sizes, dense, the first of them x; in a backward (`backward`) dy and dx are among them.
 NormPlanInput norm_plan_input(const char* op, const Tensor& x, std::initializer_list<const void*> tensors,
                               const GroupNormDims& d, bool backward, const ActChain& pre_act, const ActChain& act,
-                              bool extended = false);
+                              NormExtras extras = NormExtras::kNone);
 
 // A tensor so large that its start has left L2 when its end is written.
 bool exceeds_l2(const char* op, const Tensor& x, const GroupNormDims& d);
