@@ -27,13 +27,12 @@ PICTURE_BEGIN = "<!-- picture: begin (drawn by benchmarks/readme_table.py) -->"
 PICTURE_END = "<!-- picture: end -->"
 PICTURE = "docs/pipelines.png"
 TIMES = "\u00d7"
-SAME = 0.02  # two runs' times of one baseline
 DIRECTIONS = {"forward": "", "training": ", training step", "backward": ", backward"}
 
 
-def load_all(folder: Path, pattern: str = "*.json") -> list[dict]:
+def load_all(folder: Path) -> list[dict]:
     """The rows of every results file, oldest run first."""
-    rows = [row for path in sorted(folder.glob(pattern)) for row in load_rows(path) if "suite" in row]
+    rows = [row for path in sorted(folder.glob("*.json")) for row in load_rows(path) if "suite" in row]
     return sorted(rows, key=lambda row: row["date"])
 
 
@@ -150,17 +149,9 @@ def best(group: Group, kind: str) -> float | None:
     return found[1] if found else None
 
 
-def short_line(group: Group, later: Group | None = None) -> str:
-    """One line of README's table: times and how many times faster.
-
-    kgopt's time is that of a later run where there is one, and so is eager's if it moved. Otherwise the baselines, of
-    which later runs have fewer, are those of the first run.
-    """
+def short_line(group: Group) -> str:
+    """One line of README's table: times and how many times faster."""
     eager, compiled, time = best(group, "eager"), best(group, "compile"), group.time("kgopt") or math.nan
-    if later:
-        time, before, now = later.time("kgopt") or math.nan, group.time("eager"), later.time("eager")
-        if not before or not now or abs(now / before - 1) > SAME:
-            eager, compiled = now, None
     cells = [
         f"{group.title}{DIRECTIONS[group.direction]}",
         DTYPE_TITLES.get(group.dtype, group.dtype),
@@ -175,11 +166,8 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def summary(rows: list[dict], again: list[dict]) -> str:
-    """README's table: the pipelines, the models in half precision, GroupNorm's means, all of one GPU.
-
-    `again` are rows of later runs, without compiled baselines.
-    """
+def summary(rows: list[dict]) -> str:
+    """README's table: the pipelines, the models in half precision, GroupNorm's means, all of one GPU."""
     rows = [row for row in rows if row["device"] == "cuda"]
     if not rows:
         return "No results yet."
@@ -193,15 +181,10 @@ def summary(rows: list[dict], again: list[dict]) -> str:
         f"| {gpu} | dtype | eager | compile | kgopt | {TIMES} eager | {TIMES} compile |",
         "|---|---|---|---|---|---|---|",
     ]
-    later = {
-        (g.case, g.direction, g.dtype): g
-        for g in group_rows(row for row in again if row["suite"] == "pipelines" and row["gpu"] == gpu)
-        if g.time("kgopt")
-    }
     pipelines = [g for g in groups("pipelines") if g.dtype == "tf32"]
     cases = list(dict.fromkeys(g.case for g in pipelines))
     pipelines.sort(key=lambda g: (cases.index(g.case), g.direction))
-    lines += [short_line(g, later.get((g.case, g.direction, g.dtype))) for g in pipelines]
+    lines += [short_line(g) for g in pipelines]
     lines += [short_line(g) for g in groups("models") if g.dtype in ("bf16", "autocast")]
     for direction, name in (("forward", "forward"), ("backward", "backward")):
         norms = [g for g in groups("groupnorm") if g.direction == direction]
@@ -234,13 +217,12 @@ def main() -> int:
     args = parser.parse_args()
 
     rows = load_all(args.results)
-    again = load_all(args.results / "again", "*_pipelines*.json")
     pipelines = [row for row in rows if row["suite"] == "pipelines" and row["device"] == "cuda"]
     # The picture shows forward passes of the first dtype, each pipeline beside the baselines of its own run.
     forward = [row for row in pipelines if row["direction"] == "forward"]
     picture = f"![Time of the three pipelines beside PyTorch]({PICTURE})" if forward else ""
     insides = {
-        "README.md": [(PICTURE_BEGIN, PICTURE_END, picture), (BEGIN, END, summary(rows, again))],
+        "README.md": [(PICTURE_BEGIN, PICTURE_END, picture), (BEGIN, END, summary(rows))],
         "docs/benchmarks.md": [(BEGIN, END, tables(rows))],
     }
     stale = bool(forward) and not (args.root / PICTURE).exists()

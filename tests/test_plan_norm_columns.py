@@ -161,9 +161,10 @@ def test_plan_group_norm_rows(n, groups, per_group, sample_kb, extra, dtype, ten
     turns = vec // math.gcd(c, vec)  # positions whose channels fill vectors
     s = turns * max(1, (sample_kb << 10) // (c * turns * size)) + extra
     sample = c * s * size
+    holds = holds and not long_chain
     p = dev.plan_group_norm_rows(n, c, s, groups, dtype, tensors, long_chain=long_chain, sm_count=sm_count, holds=holds)
     reasons = {
-        "slow activations": long_chain,
+        "slow activations": long_chain and (tensors == 1 or (size == 2 and n * c * s > 9 << 20)),
         "below 256 KB": sample < 256 << 10,
         "no whole vectors": s % turns != 0 or (None if c * turns * size > 2048 else False),
         "does not stay on chip": None if tensors == 1 and sample > sm_count * 128 << 10 else False,

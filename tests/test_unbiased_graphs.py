@@ -298,8 +298,9 @@ def test_nothing_is_added_or_summed_for_the_bias(device, rank, transposed, norm)
     torch._dynamo.reset()
     run = torch.compile(model, backend="kgopt", options=ALWAYS)
     _, codes = run_fw_bw_and_get_code(lambda: run(x.requires_grad_()).square().sum())
-    calls = [line for code in codes for line in code.splitlines() if "convolution" in line and "=" in line]
-    masks = [line for line in calls if "convolution_backward" in line and "[True, True, " in line]
+    # Of ATen, or of kgopt where that was measured to be faster.
+    calls = [line for code in codes for line in code.splitlines() if "conv" in line and "=" in line]
+    masks = [line for line in calls if "_backward" in line and "[True, True, " in line]
     assert masks
     assert not [line for line in masks if "[True, True, True]" in line]
     assert not [line for line in calls if "extern_kernels.convolution" in line and "bias=None" not in line]

@@ -287,7 +287,8 @@ def _leaky_relu_backward_formula(
     slope: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     z = with_affine(normalized(wide(x), mean, rstd), weight, bias) + wide(residual)
-    dz = torch.where(z > 0, wide(dy), wide(dy) * slope)
+    # Of the residual, too, by zeros, as in PyTorch's second derivative.
+    dz = torch.where(z > 0, wide(dy), wide(dy) * slope) + wide(residual)[:0].sum()
     dx, dweight, dbias = norm_backward(dz, wide(x), mean, rstd, weight)
     dtype = affine_dtype(x, weight, bias)
     return as_x_lies(dx, x), as_x_lies(dz, x), dweight.to(dtype), dbias.to(dtype)
