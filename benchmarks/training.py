@@ -39,6 +39,7 @@ import kgopt
 from kgopt.cli.environment import environment
 from kgopt.cli.measure import gpu_time
 from kgopt.cli.networks.turns import Turns
+from kgopt.rewrite.cuda_graphs.replayed import Replayed
 from kgopt.rewrite.measure import clocks
 
 MIB = 2**20
@@ -221,6 +222,7 @@ def measure_row(
         row["gpu_ms"] = gpu_time(step, x.device, 100.0).median_us / 1e3
         row["MiB"], row["holders"] = holders(step)
     row["graph_MiB"], free = pools_of_graphs()
+    row["graphs"] = [r.why or "recorded" for r in gc.get_objects() if isinstance(r, Replayed) and r.calls > 0]
     row["MiB"] += free
     if "optimize" in way:
         row["report"] = [str(getattr(kgopt.report(model), k, "")) for k in ("layout", "whole", "clock")]
@@ -231,6 +233,8 @@ def show(row: dict[str, Any], count: int) -> None:
     line = row.get("error") or f"{row['ms']:.1f} ms ({row['gpu_ms']:.1f} on the GPU), {row['MiB']:.0f} MiB"
     if "report" in row:
         line += f"  {row['report']}"
+    if row.get("graphs"):
+        line += f"  graphs: {'; '.join(row['graphs'])}"
     print(f"{row['network']} {row['dtype']}, {row['way']}: {line}", flush=True)
     for who, size in row.get("holders", [])[:count]:
         print(f"    {size:8.0f} MiB  {who}", flush=True)
