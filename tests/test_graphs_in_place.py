@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import kgopt
+from fake_replays import Fake
 from kgopt.rewrite.cuda_graphs import calls, machine
 from kgopt.rewrite.cuda_graphs.recording import Recording
-from test_graphs import Fake
 from test_replayed import in_place_of_gpu
 
 SHAPE = 2, 3, 8, 7

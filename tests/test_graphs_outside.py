@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import kgopt
+from fake_replays import Fake
 from kgopt.rewrite import cuda_graphs
 from kgopt.rewrite.cuda_graphs import machine
 from kgopt.rewrite.cuda_graphs.outside import Listener, Outside
-from test_graphs import Fake
 
 FACTOR = 2.0
 TABLE = {"shift": 1.0}

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fake_replays import Fake
 from kgopt.rewrite import backend
 from kgopt.rewrite.cuda_graphs import machine
-from test_graphs import Fake
 
 
 def in_place_of_gpu(monkeypatch, found):

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fake_replays import FakeLane
 from kgopt.rewrite.cuda_graphs import machine
-from test_graphs import FakeLane
 from test_replayed import compiled, fake  # noqa: F401
 
 

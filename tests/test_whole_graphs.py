@@ -10,12 +10,12 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from fake_graphs import needs_cuda_build
+from fake_replays import Fake
 from kgopt.rewrite import backend
 from kgopt.rewrite.captured import whole_graphs
 from kgopt.rewrite.cuda_graphs import machine
 from kgopt.rewrite.measure import clocks, policy, verdicts
 from kgopt.torch_private import compile_graph
-from test_graphs import Fake
 
 NORM = torch.ops.kgopt.group_norm.default
 

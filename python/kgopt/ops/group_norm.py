@@ -42,6 +42,11 @@ def affine_gradients_fake(
     return empty_like(x), empty(x, [x.shape[1]], dtype), empty(x, [x.shape[1]], dtype)
 
 
+def _sum_gradients_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx, dweight, dbias = affine_gradients_fake(x, weight, bias)
+    return dx, empty_like(x), dweight, dbias
+
+
 def _mean_fwd_fake(x: Tensor, num_groups: int, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = stats_dtype(x)
     return empty(x, [x.shape[0]], dtype), empty(x, [x.shape[0], x.shape[1]], dtype), *stats_fake(x, num_groups)
@@ -260,21 +265,6 @@ def _group_norm_backward_formula(
     return as_x_lies(chain_backward(du, wide(x), pre_act), x), dweight.to(dtype), dbias.to(dtype)
 
 
-def _leaky_relu_backward_fake(
-    dy: Tensor,
-    x: Tensor,
-    residual: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    slope: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx, dweight, dbias = affine_gradients_fake(x, weight, bias)
-    return dx, empty_like(x), dweight, dbias
-
-
 def _leaky_relu_backward_formula(
     dy: Tensor,
     x: Tensor,
@@ -413,7 +403,11 @@ op = record(
 op.dims = dims_by_group("NC NC NG NG C C", "NC C C")
 op.statistics = (2, 3), from_x(2, act=8)
 
-op = record("group_norm_add_leaky_relu_backward", fake=_leaky_relu_backward_fake, formula=_leaky_relu_backward_formula)
+op = record(
+    "group_norm_add_leaky_relu_backward",
+    fake=lambda dy, x, residual, mean, rstd, groups, weight, bias, slope: _sum_gradients_fake(x, weight, bias),
+    formula=_leaky_relu_backward_formula,
+)
 op.dims = dims_by_group("NC NC NC NG NG C C", "NC NC C C")
 op.statistics = (3, 4), from_x(3)
 

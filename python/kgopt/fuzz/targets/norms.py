@@ -218,9 +218,9 @@ def _group_norm_prelu(case: Case) -> str:
 def _sum_gradients(case: Case, call: str, names: Sequence[str]) -> str:
     # The gradient of a residual is that of the activation's argument. Beside float32 parameters all of it is computed
     # in float32; the search rounds the first result alone.
-    likes = ", ".join("x" if n == "residual" else n for n in names if n in case["tensors"])
+    dtypes = ", ".join(f"torch.{case['tensors'][n]['dtype']}" for n in names if n in case["tensors"])
     given = vjp_text(case, call, names)
-    return f"[g if g.dtype == torch.float64 else g.to(t.dtype) for g, t in zip({given}, ({likes}))]"
+    return f"[g if g.dtype == torch.float64 else g.to(d) for g, d in zip({given}, ({dtypes}))]"
 
 
 def _prelu_gradients(case: Case) -> str:
