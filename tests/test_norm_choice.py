@@ -106,9 +106,12 @@ def test_walked_backwards(family, s, dtype):
     assert choice["family"] == family
 
 
-@pytest.mark.parametrize(("family", "edge"), [("columns", 64), ("passes", 96)])
-def test_large_sums_take_passes(family, edge):
-    place = (1, 64, edge**3, 8, "bfloat16")
+@pytest.mark.parametrize(
+    ("family", "edge", "dtype"),
+    [("columns", 64, "bfloat16"), ("passes", 96, "bfloat16"), ("columns", 96, "float32"), ("passes", 128, "float32")],
+)
+def test_large_sums_take_passes(family, edge, dtype):
+    place = (1, 64, edge**3, 8, dtype)
     for act in ("none", "leaky_relu"):
         assert dev.choose_group_norm(*place, channels_last=True, act=act, residual=True)["family"] == family
         assert dev.choose_group_norm(*place, channels_last=True, act=act)["family"] == "columns"

@@ -14,8 +14,8 @@ inline constexpr int64_t kMostWalked = 9 << 20;
 // What may stand between a norm and the activation behind it.
 enum class NormExtras { kNone, kPRelu, kResidual };  // kResidual: and perhaps a PReLU
 
-// Elements from which on a sum behind the norm is faster by passes over memory (H200, bf16 and fp32).
-inline constexpr int64_t kMostSummed = 22 << 20;
+// Elements, of so many bytes, from which on a sum behind the norm is faster by passes over memory (H200).
+constexpr int64_t most_summed(int size) { return size == 2 ? 22 << 20 : 96 << 20; }
 
 struct NormPlanInput {
   GroupNormDims dims;

@@ -219,7 +219,9 @@ inline ColumnPlan plan_group_norm_columns(const NormPlanInput& in) {
   if (d.s >= limit || d.c >= (1 << 20) || d.n * d.g >= limit) return refuse("over 2^30 positions or groups");
   if (d.by_sample && d.n * d.c >= limit) return refuse("over 2^30 parameters");
   if (in.tensors == 1 && bytes < kColumnSmallTensor && set_column_clusters(in, &plan)) return plan;
-  if (in.sums && d.numel() > kMostSummed) return refuse("a residual is so large that passes over memory are faster");
+  if (in.sums && d.numel() > most_summed(dtype_size(d.dtype))) {
+    return refuse("a residual is so large that passes over memory are faster");
+  }
   if (in.crowds_out()) return refuse("slow activations need more warps than fit beside x");
   if (bytes / d.n < kColumnLeastSlab) return refuse("a sample is below 256 KB: two passes are faster");
   if (set_column_teams(in, &plan)) return plan;
