@@ -9,10 +9,10 @@ step by the clock, several in a row; ``gpu_ms`` is the GPU's work, launches hidd
 ``memory_allocated`` in a step, weights and their gradients included. Ways: eager, compile, backend
 (``backend="kgopt"``), "backend recompute", optimize, "optimize recompute", "optimize compile"; with "graph" behind one
 that is not compiled, the network's forward and backward are CUDA graphs (``make_graphed_callables``). MiB has the pools
-of graphs, "backend"'s too. Holders are the bytes that are allocated at that moment, by the code that asked for them
-(the first line outside of PyTorch, where Python asked; "autograd" where the backward's C++ did). With ``--jobs``
-networks compile side by side, each dtype of one in a process of its own, and one at a time is timed while the others
-are stopped.
+of graphs, "backend"'s too; ``graphs``: of the backend's steps, "recorded" or why not. Holders are the bytes that are
+allocated at that moment, by the code that asked for them (the first line outside of PyTorch, where Python asked;
+"autograd" where the backward's C++ did). With ``--jobs`` networks compile side by side, each dtype of one in a process
+of its own, and one at a time is timed while the others are stopped.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def measure_row(
         row["gpu_ms"] = gpu_time(step, x.device, 100.0).median_us / 1e3
         row["MiB"], row["holders"] = holders(step)
     row["graph_MiB"], free = pools_of_graphs()
-    row["graphs"] = [r.why or "recorded" for r in gc.get_objects() if isinstance(r, Replayed) and r.calls > 0]
+    row["graphs"] = [r.why or "recorded" for r in gc.get_objects() if type(r) is Replayed and r.calls > 0]
     row["MiB"] += free
     if "optimize" in way:
         row["report"] = [str(getattr(kgopt.report(model), k, "")) for k in ("layout", "whole", "clock")]

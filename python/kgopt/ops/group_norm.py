@@ -42,7 +42,8 @@ def affine_gradients_fake(
     return empty_like(x), empty(x, [x.shape[1]], dtype), empty(x, [x.shape[1]], dtype)
 
 
-def _sum_gradients_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sum_gradients_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same behind which a sum stands: dx, the sum's gradient, dweight and dbias."""
     dx, dweight, dbias = affine_gradients_fake(x, weight, bias)
     return dx, empty_like(x), dweight, dbias
 
@@ -405,7 +406,7 @@ op.statistics = (2, 3), from_x(2, act=8)
 
 op = record(
     "group_norm_add_leaky_relu_backward",
-    fake=lambda dy, x, residual, mean, rstd, groups, weight, bias, slope: _sum_gradients_fake(x, weight, bias),
+    fake=lambda dy, x, residual, mean, rstd, groups, weight, bias, slope: sum_gradients_fake(x, weight, bias),
     formula=_leaky_relu_backward_formula,
 )
 op.dims = dims_by_group("NC NC NC NG NG C C", "NC NC C C")

@@ -13,12 +13,12 @@ from kgopt.ops.autocast import cast, everywhere
 from kgopt.ops.calls import in_backward
 from kgopt.ops.group_norm import (
     affine_gradients,
-    affine_gradients_fake,
     from_x,
     norm_backward,
     norm_formula,
     normalized,
     stats_fake,
+    sum_gradients_fake,
     with_affine,
 )
 from kgopt.ops.registry import Dims, record, record_public
@@ -82,19 +82,11 @@ def _backward_formula(
     return as_x_lies(dx, x), as_x_lies(dz, x), dslope, dweight.to(dtype), dbias.to(dtype)
 
 
-def _backward_fake(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    slope: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
+def _gradients_fake(
+    x: Tensor, slope: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dx, dweight, dbias = affine_gradients_fake(x, weight, bias)
-    return dx, empty_like(x), empty(slope, slope.shape), dweight, dbias
+    dx, dz, dweight, dbias = sum_gradients_fake(x, weight, bias)
+    return dx, dz, empty(slope, slope.shape), dweight, dbias
 
 
 def _in_the_dtype_of_prelu(op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
@@ -140,6 +132,10 @@ op.dims, public.dims = _dims("NC S C C NC", "NC NG NG"), _dims("NC S C C NC", "N
 public.autocast = everywhere(_in_the_dtype_of_prelu)
 
 # No vmap: the parameters' gradients are sums over N.
-op = record("group_norm_prelu_backward", fake=_backward_fake, formula=_backward_formula)
+op = record(
+    "group_norm_prelu_backward",
+    fake=lambda dy, x, mean, rstd, slope, groups, weight, bias, residual: _gradients_fake(x, slope, weight, bias),
+    formula=_backward_formula,
+)
 op.dims = _dims("NC NC NG NG S C C NC", "NC NC S C C")
 op.statistics = (2, 3), from_x(2)
