@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fake_replays import FakeLane
-from kgopt.rewrite.cuda_graphs import machine
+from kgopt.rewrite.cuda_graphs import machine, replayed_steps
 from test_replayed import compiled, fake  # noqa: F401
 
 
@@ -106,6 +106,73 @@ def test_weights_are_followed_through_an_optimizer(fake):  # noqa: F811
         loss_of(run(x_of(7))).backward(), loss_of(expected(x_of(7))).backward()
         same_gradients(model, expected)
     assert fake.recorded == 4
+
+
+def step(run, model, expected, seed, drop, device="cpu"):
+    """Whether a step was replayed, and whether its gradients lie in the recording.
+
+    ``drop``: when gradients are dropped, "before" the forward or "between" that and the backward; "zeros": set to zero
+    there; "never".
+    """
+    for forward, m in ((expected, expected), (run, model)):
+        if drop == "before":
+            m.zero_grad()
+        y = forward(x_of(seed, device))
+        if drop in ("between", "zeros"):
+            m.zero_grad(set_to_none=drop == "between")
+        node = y[0].grad_fn
+        loss_of(y).backward()
+    same_gradients(model, expected)
+    if not is_replayed(y):
+        return False, False
+    own = {b.untyped_storage().data_ptr() for b in node.step.buffers}
+    return True, any(p.grad is not None and p.grad.untyped_storage().data_ptr() in own for p in model.parameters())
+
+
+DROPS = pytest.mark.parametrize(
+    ("drop", "lie"), [("before", True), ("between", False), ("zeros", False), ("never", False)]
+)
+
+
+@DROPS
+def test_gradients_of_the_usual_loops(fake, drop, lie):  # noqa: F811
+    """Those that are dropped before the next forward are no copies."""
+    check_loops(drop, lie, "cpu")
+
+
+def check_loops(drop, lie, device, **options):
+    run, model, expected = pair(device, **options)
+    found = [step(run, model, expected, seed, drop, device) for seed in range(5)]
+    assert found == [(False, False)] + 4 * [(True, lie)]
+
+
+def test_gradients_that_somebody_keeps(fake):  # noqa: F811
+    """Nothing is written over them, and those of the steps behind are copies."""
+    run, model, expected = pair()
+    assert [step(run, model, expected, seed, "before") for seed in range(3)][-1] == (True, True)
+    kept = [model.first.weight.grad, model.last.weight.grad]
+    right = [g.clone() for g in kept]
+    assert step(run, model, expected, 3, "before") == (False, False)
+    del kept[0]
+    assert step(run, model, expected, 4, "before") == (False, False), "one of them is enough"
+    assert torch.equal(kept[0], right[1])
+    del kept
+    assert [step(run, model, expected, seed, "before") for seed in (5, 6)] == 2 * [(True, False)]
+
+
+def test_gradients_outlive_the_recording(fake):  # noqa: F811
+    run, model, expected = pair()
+    assert [step(run, model, expected, seed, "before") for seed in range(3)][-1] == (True, True)
+    model.first.weight.data = model.first.weight.data.clone()  # elsewhere now: the next forward records anew
+    kept = model.last.weight.grad
+    right = kept.clone()
+    assert step(run, model, expected, 3, "before")[0]
+    assert torch.equal(kept, right)
+
+
+def test_gradients_are_copies_where_holders_cannot_be_counted(fake, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(replayed_steps, "CAN_COUNT_HOLDERS", False)
+    check_loops("before", False, "cpu")
 
 
 def test_forwards_before_their_backwards(fake):  # noqa: F811
@@ -337,6 +404,13 @@ def test_on_a_gpu(option, dtype):
     assert option == "auto" or is_replayed([kept[-2]])
     for ours, right in zip(kept[::2], kept[1::2], strict=True):
         torch.testing.assert_close(ours, right, rtol=0.1, atol=0.2)
+
+
+@pytest.mark.gpu
+@DROPS
+def test_gradients_of_the_usual_loops_on_a_gpu(drop, lie):
+    torch._dynamo.reset()
+    check_loops(drop, lie, "cuda", cuda_graph=True)
 
 
 @pytest.mark.gpu

@@ -30,6 +30,7 @@ from kgopt.torch_private.compilers import (
 )
 from kgopt.torch_private.cuda import (
     CAN_BORROW,
+    CAN_COUNT_HOLDERS,
     borrowed,
     clear_blas_workspaces,
     conv_precision,
@@ -37,6 +38,7 @@ from kgopt.torch_private.cuda import (
     current_stream,
     dispatch_mode,
     end_allocation_to_pool,
+    holders,
     keep_busy,
     matmul_precision,
     matmul_reductions,

@@ -120,6 +120,26 @@ def borrowed(t: Tensor) -> Tensor:
     return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, t.shape, t.stride())
 
 
+def _probe_holders(found: Any) -> None:
+    t = torch.zeros(2)
+    storage = t.untyped_storage()
+    alone = found(storage._cdata)
+    part = t[1:]
+    if found(storage._cdata) != alone + 1 or part.storage_offset() != 1:
+        raise RuntimeError("it does not count the tensors")
+
+
+_count_of = private(
+    "torch._C._storage_Use_Count", None, "gradients of replayed steps are copied out of the recording", _probe_holders
+)
+CAN_COUNT_HOLDERS = _count_of is not None
+
+
+def holders(t: Tensor) -> int:
+    """How many tensors share t's memory, t and what Python holds of it included. Where ``CAN_COUNT_HOLDERS`` holds."""
+    return _count_of(t.untyped_storage()._cdata)  # type: ignore[no-any-return]
+
+
 def _keep_busy(cycles: int) -> None:
     """Passes over 64 MiB, each of which takes at least 20 us at the memory of today's GPUs."""
     waste = torch.empty(2**24, device="cuda")

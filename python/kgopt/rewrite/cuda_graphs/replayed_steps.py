@@ -1,9 +1,10 @@
 """A forward of compiled code and its backward, recorded as two CUDA graphs that share memory.
 
 What the backward needs lies in that memory between the replays, so from a forward to its backward there is no room for
-another forward: that takes the plain path. Results and gradients are copies; the gradients of one dtype are parts of
-one. Where autograd's graph is kept for a second backward, gradients are computed again from the inputs. Buffers that a
-forward moves along, such as running statistics, are written to where they are.
+another forward: that takes the plain path. Results are copies. Gradients are the recording's own memory where the loop
+drops them before the next forward, and copies elsewhere; those of one dtype are parts of one. Where autograd's graph
+is kept for a second backward, gradients are computed again from the inputs. Buffers that a forward moves along, such
+as running statistics, are written to where they are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kgopt.rewrite.cuda_graphs import machine
 from kgopt.rewrite.cuda_graphs.effects import random_states
 from kgopt.rewrite.cuda_graphs.keys import RefusedError, like
 from kgopt.rewrite.cuda_graphs.recording import agree, copier, given_of
-from kgopt.torch_private import copy_each, graph_stays, version_of
+from kgopt.torch_private import CAN_COUNT_HOLDERS, copy_each, graph_stays, holders, version_of
 
 LAUNCHES = 1 / 3  # of a step's time, below which nothing is recorded
 ALIGNMENT = 512  # bytes, as PyTorch's allocator has it: optimizers read several values at once
@@ -49,6 +50,7 @@ class Step:
         self.run, self.lane, self.moving = run, lane, moving
         self.lock = threading.Lock()  # of one replay: threads of autograd wait for it
         self.pending: Callable[[], Any] = _nobody  # the forward whose backward may still come
+        self.keeps = not CAN_COUNT_HOLDERS  # gradients are there when a forward begins
         self._made: Any = None  # results, with the graph of autograd behind them
         if version_of(inputs[0]) is None:
             raise RefusedError("this torch does not say what a call writes to")
@@ -58,6 +60,7 @@ class Step:
         if any(i in moving or inputs[i].requires_grad for i in written):
             raise RefusedError("its forward writes to its arguments")
         self.expected: Any = self._try(inputs[0].device)
+        self.keeps = self.keeps or self._has_gradients(inputs)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the end of the process parts of torch are gone
@@ -113,6 +116,7 @@ class Step:
             given_of(self.outputs, self.own, [])  # raises where they share memory
             self._results = [copier(y) for y in self.outputs]
             self._backward, self.buffers = self.lane.record(self._differentiate)
+        self._holders = self._count_holders()
         expected, self.expected = self.expected, None
         if not agree(expected, self._replayed()):
             raise RefusedError("a replay gives another result than the call")
@@ -142,8 +146,10 @@ class Step:
 
     @property
     def copied(self) -> int:
-        """Bytes of the copies that a step gives: of results and gradients."""
-        return sum(t.numel() * t.element_size() for t in (*self.outputs, *self.buffers))
+        """Bytes of the copies that a step gives beside what a step by calls has: of results. Gradients are copied where
+        the loop has those of the step before during a forward, with and without replays.
+        """
+        return sum(t.numel() * t.element_size() for t in self.outputs)
 
     def peak(self, device: torch.device) -> int:
         """Bytes that a step by calls takes at its worst."""
@@ -173,13 +179,27 @@ class Step:
         _gradients(made, self.gradients.wanted(self.own), self.tangents)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
-        """The results; None while the backward of an earlier call may still come."""
+        """The results; None while the backward of an earlier call may still come, or somebody holds gradients that lie
+        in the recording.
+        """
         with self.lock:
-            is_free = self.pending() is None
+            is_lent = self._count_holders() != self._holders
+            self.keeps = self.keeps or is_lent or self._has_gradients(inputs)
+            is_free = not is_lent and self.pending() is None
             if is_free:
                 turn = _Turn()
                 self.pending = weakref.ref(turn)
         return _Replay.apply(self, turn, *inputs) if is_free else None  # type: ignore[no-untyped-call]
+
+    def _count_holders(self) -> list[int]:
+        return [holders(b) for b in self.buffers] if CAN_COUNT_HOLDERS else []
+
+    def _leaves(self, inputs: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The inputs whose gradients autograd adds up."""
+        return (t for t in self.gradients.wanted(inputs) if t.is_leaf)
+
+    def _has_gradients(self, inputs: Sequence[Tensor]) -> bool:
+        return any(t.grad is not None for t in self._leaves(inputs))
 
     def holds(self) -> bool:
         """Whether what the backward reads lies where it was recorded: sharded parameters may be gathered anew."""
@@ -193,8 +213,11 @@ class Step:
             self._replay_forward()
             return [copy(y) for copy, y in zip(self._results, self.outputs, strict=True)]
 
-    def backward(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Copies of the gradients that belong to the last forward."""
+    def backward(self, inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients that belong to the last forward. Copies, where some become gradients that stay: those that are
+        added to others are gone with the backward.
+        """
+        copies = self.keeps and (not CAN_COUNT_HOLDERS or any(t.grad is None for t in self._leaves(inputs)))
         with self.lock, self.lane.turn():
             for own, given in zip(self.tangents, self._of_differentiable(tangents), strict=True):
                 if given is None:
@@ -202,9 +225,9 @@ class Step:
                 else:
                     own.copy_(given)
             self._backward()
-            found = [b.clone() for b in self.buffers]
+            found = self.gradients.unpacked([b.clone() for b in self.buffers] if copies else self.buffers)
             self.pending = _nobody
-        return self.gradients.unpacked(found)
+        return found
 
     def backward_again(self, inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients by another call; no replay is touched.
@@ -268,7 +291,7 @@ class _Replay(torch.autograd.Function):
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"inputs of compiled code are at versions {now}, expected {before}"
             )
-        found = step.backward_again(inputs, tangents) if again else step.backward(tangents)
+        found = step.backward_again(inputs, tangents) if again else step.backward(inputs, tangents)
         if not graph_stays():
             ctx.inputs = ctx.turn = None
         return None, None, *found
