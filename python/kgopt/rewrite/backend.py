@@ -59,8 +59,9 @@ _SUB = {f for f in (operator.sub, torch.sub) if originals.is_torchs(f)}
 _ARITHMETIC_METHODS = {"add": "add", "add_": "add", "mul": "mul", "mul_": "mul", "addcmul": "addcmul"}
 _KEEP_THEIR_INPUT = {
     getattr(torch.ops.kgopt, name).default
-    for name in ("group_norm", "group_norm_fwd", "group_norm_prelu", "channel_norm")
+    for name in ("group_norm", "group_norm_fwd", "group_norm_prelu", "group_norm_add", "channel_norm")
 }
+_ADDS = "kgopt.adds"  # of a node that is computed again: it adds another value to a norm's
 _PRELU = F.prelu if originals.is_torchs(F.prelu) else None
 _LIE = {"channels_last": "in channels_last", "as it came": "as they came"}  # in reports
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -651,9 +652,8 @@ class _Writer:
         return self._call(emit.without_autocast, function, *args)
 
     def _call(self, function: Any, *args: Any) -> fx.Node:
-        # A norm's input is kept for its own gradient anyway; a sum's other part is not.
         op = args[0] if function is emit.without_autocast else function
-        again = self.recompute and op in _KEEP_THEIR_INPUT and not self.found.added
+        again = self.recompute and op in _KEEP_THEIR_INPUT and self._is_kept_what_it_adds()
         # Caches of compiled code know the names of nodes, and not what else is said of them.
         node = self.graph.create_node("call_function", function, args, name="computed_again" if again else None)
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
@@ -661,7 +661,21 @@ class _Writer:
                 node.meta[key] = self.last.meta[key]
         if again:  # for AOTAutograd's partitioner
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+            if self.found.added:
+                node.meta[_ADDS] = True
         return node
+
+    def _is_kept_what_it_adds(self) -> bool:
+        """Whether a sum's other part is there in the backward, as a norm's input is for its own gradient.
+
+        The slope of most activations follows from both parts, that of ReLU from the result, which is kept then. Of sums
+        that add sums every other one is computed again: else the last one of a chain would call for all of them.
+        """
+        if not self.found.added:
+            return True
+        if self.found.chain.post in ("none", "relu"):
+            return False
+        return _ADDS not in self._added().meta
 
 
 class _NotOursError(Exception):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from kgopt.rewrite.cuda_graphs.recording import agree, copier, given_of
 from kgopt.torch_private import CAN_COUNT_HOLDERS, copy_each, graph_stays, holders, version_of
 
 LAUNCHES = 1 / 3  # of a step's time, below which nothing is recorded
+WAITS = 10  # tenths of a millisecond, for gradients to be dropped
 ALIGNMENT = 512  # bytes, as PyTorch's allocator has it: optimizers read several values at once
 
 
@@ -183,13 +185,23 @@ class Step:
         in the recording.
         """
         with self.lock:
-            is_lent = self._count_holders() != self._holders
+            is_lent = self._is_lent()
             self.keeps = self.keeps or is_lent or self._has_gradients(inputs)
             is_free = not is_lent and self.pending() is None
             if is_free:
                 turn = _Turn()
                 self.pending = weakref.ref(turn)
         return _Replay.apply(self, turn, *inputs) if is_free else None  # type: ignore[no-untyped-call]
+
+    def _is_lent(self) -> bool:
+        """Whether somebody holds gradients that lie in the recording. A thread of autograd may hold the last one for a
+        moment after its backward.
+        """
+        for _ in range(WAITS):
+            if self._count_holders() == self._holders:
+                return False
+            time.sleep(1e-4)
+        return True
 
     def _count_holders(self) -> list[int]:
         return [holders(b) for b in self.buffers] if CAN_COUNT_HOLDERS else []
