@@ -87,9 +87,10 @@ def kgopt_backend(
         options: Inductor's, and three of kgopt's. ``{"kgopt.always": True}`` takes its ops where
             :mod:`~kgopt.rewrite.measure.policy` would not (on the CPU). ``{"kgopt.recompute": True}``: in training the
             results of norms and their activations are not kept for the backward, which computes them again, nor is
-            every other one of the sums behind norms whose activation is not ReLU. ``{"kgopt.cuda_graph": "auto"}``: without a ``mode`` the second call, and in training
-            its backward, is recorded as a CUDA graph, where its replay, with copies of arguments and results, is faster
-            by the clock; True: without asking the clock; False: never.
+            every other one of the sums behind norms whose activation is not ReLU. ``{"kgopt.cuda_graph": "auto"}``:
+            without a ``mode`` the second call, and in training its backward, is recorded as a CUDA graph, where its
+            replay, with copies of arguments and results, is faster by the clock; True: without asking the clock;
+            False: never.
         kwargs: what else torch.compile hands to Inductor.
 
     Returns:
