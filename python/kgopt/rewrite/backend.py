@@ -61,6 +61,7 @@ _KEEP_THEIR_INPUT = {
     getattr(torch.ops.kgopt, name).default
     for name in ("group_norm", "group_norm_fwd", "group_norm_prelu", "group_norm_add", "channel_norm")
 }
+_CONVOLUTIONS = {*CONVS, *(getattr(torch.ops.kgopt, name).default for name in CONVS.values())}
 _ADDS = "kgopt.adds"  # of a node that is computed again: it adds another value to a norm's
 _PRELU = F.prelu if originals.is_torchs(F.prelu) else None
 _LIE = {"channels_last": "in channels_last", "as it came": "as they came"}  # in reports
@@ -87,10 +88,9 @@ def kgopt_backend(
         options: Inductor's, and three of kgopt's. ``{"kgopt.always": True}`` takes its ops where
             :mod:`~kgopt.rewrite.measure.policy` would not (on the CPU). ``{"kgopt.recompute": True}``: in training the
             results of norms and their activations are not kept for the backward, which computes them again, nor is
-            every other one of the sums behind norms whose activation is not ReLU. ``{"kgopt.cuda_graph": "auto"}``:
-            without a ``mode`` the second call, and in training its backward, is recorded as a CUDA graph, where its
-            replay, with copies of arguments and results, is faster by the clock; True: without asking the clock;
-            False: never.
+            every other one of the sums behind norms. ``{"kgopt.cuda_graph": "auto"}``: without a ``mode`` the second
+            call, and in training its backward, is recorded as a CUDA graph, where its replay, with copies of arguments
+            and results, is faster by the clock; True: without asking the clock; False: never.
         kwargs: what else torch.compile hands to Inductor.
 
     Returns:
@@ -669,14 +669,15 @@ class _Writer:
     def _is_kept_what_it_adds(self) -> bool:
         """Whether a sum's other part is there in the backward, as a norm's input is for its own gradient.
 
-        The slope of most activations follows from both parts, that of ReLU from the result, which is kept then. Of sums
-        that add sums every other one is computed again: else the last one of a chain would call for all of them.
+        The slope of most activations follows from both parts; ReLU's follows from the result. Of sums that add sums
+        every other one is computed again: else the last one of a chain would call for all of them.
         """
         if not self.found.added:
             return True
-        if self.found.chain.post in ("none", "relu"):
+        added = self._added()
+        if _ADDS in added.meta:
             return False
-        return _ADDS not in self._added().meta
+        return self.found.chain.post not in ("none", "relu") or "recompute" in added.meta or _is_convolved(added)
 
 
 class _NotOursError(Exception):
@@ -688,6 +689,11 @@ def _bind(names: tuple[str, ...], node: fx.Node, defaults: Mapping[str, Any]) ->
     if any(name not in given for name in names) or set(given) - set(names) - set(defaults):
         raise _NotOursError("its arguments are given in a way that is not known")
     return given
+
+
+def _is_convolved(node: fx.Node) -> bool:
+    """Whether a convolution keeps a value for the gradient of its weight."""
+    return any(user.target in _CONVOLUTIONS for user in node.users)
 
 
 def _is_onevalue(x: Tensor, groups: int) -> bool:
