@@ -148,10 +148,11 @@ class Step:
 
     @property
     def copied(self) -> int:
-        """Bytes of the copies that a step gives beside what a step by calls has: of results. Gradients are copied where
-        the loop has those of the step before during a forward, with and without replays.
+        """Bytes of the copies that a step gives beside what a step by calls has: of results. Where holders are counted,
+        gradients are copied for loops alone that have those of the step before during a forward, replayed or not.
         """
-        return sum(t.numel() * t.element_size() for t in self.outputs)
+        gradients = [] if CAN_COUNT_HOLDERS else self.buffers
+        return sum(t.numel() * t.element_size() for t in (*self.outputs, *gradients))
 
     def peak(self, device: torch.device) -> int:
         """Bytes that a step by calls takes at its worst."""
@@ -185,13 +186,15 @@ class Step:
         in the recording.
         """
         with self.lock:
+            if self.pending() is not None:
+                return None
             is_lent = self._is_lent()
             self.keeps = self.keeps or is_lent or self._has_gradients(inputs)
-            is_free = not is_lent and self.pending() is None
-            if is_free:
-                turn = _Turn()
-                self.pending = weakref.ref(turn)
-        return _Replay.apply(self, turn, *inputs) if is_free else None  # type: ignore[no-untyped-call]
+            if is_lent:
+                return None
+            turn = _Turn()
+            self.pending = weakref.ref(turn)
+        return _Replay.apply(self, turn, *inputs)  # type: ignore[no-untyped-call]
 
     def _is_lent(self) -> bool:
         """Whether somebody holds gradients that lie in the recording. A thread of autograd may hold the last one for a
