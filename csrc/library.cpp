@@ -156,6 +156,18 @@ STABLE_TORCH_LIBRARY(kgopt, m) {
       "float eps, str gn_act, Tensor weight, Tensor? bias, Tensor? residual, int[] stride, int[] padding, "
       "int[] dilation, int[] output_padding, int groups=1, bool transposed=False, float divisor=1.0, "
       "str act=\"none\", *, int[] replicate=[], str backend=\"auto\") -> (Tensor, Tensor)");
+  // fp32 convolutions on fp16 tensor cores, in graphs of training: act(group_norm(x)), or with 0 groups x, rounded to
+  // fp16 by a power of two a channel, with the powers' inverses and the groups' mean and rstd; convolutions of such
+  // tensors, and their gradients. Where TF32 is allowed.
+  m.def(
+      "scaled_half(Tensor x, int num_groups=0, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
+      "str act=\"none\") -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "conv_scaled_half(Tensor x, Tensor inverse, Tensor weight, Tensor? bias, Tensor? residual, int[] stride, "
+      "int[] padding, int[] dilation) -> Tensor");
+  m.def(
+      "conv_scaled_half_backward(Tensor dy, Tensor x, Tensor inverse, Tensor weight, int[] stride, int[] padding, "
+      "int[] dilation, bool[3] mask) -> (Tensor, Tensor, Tensor)");
   m.def("upsample_linear(Tensor x, Tensor? residual=None) -> Tensor");
   m.def("upsample_linear_backward(Tensor dy) -> Tensor");
   m.def("upsample_nearest(Tensor x, int[] factors) -> Tensor");

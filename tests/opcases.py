@@ -115,3 +115,5 @@ def small_calls(device, dtype=torch.float32, channels_last=False, requires_grad=
 
 
 NAMES = [name for name, _, _ in small_calls("cpu")]
+# In graphs of a forward and its backward alone, without derivatives: tests/test_scaled_half_training.py.
+BEHIND_AUTOGRAD = ("scaled_half", "conv_scaled_half", "conv_scaled_half_backward")

@@ -452,6 +452,28 @@ def fused_convolution_cases() -> None:
             run(f"scaled half {label}", x, tensor(channels), weight, bias, backward=False, call=call)
 
 
+def scaled_half_cases() -> None:
+    """Convolutions of scaled halves and their gradients, with and without a norm that rounds."""
+    for (c_in, c_out), spatial in itertools.product(((64, 64), (40, 72)), ((3, 5, 19), (9, 33))):
+        rank, dense = len(spatial), {"channels_last": True}
+        geometry = [1] * rank, [1] * rank, [1] * rank
+        x, dy = tensor(2, c_in, *spatial, **dense), tensor(2, c_out, *spatial, **dense)
+        weight, bias, gamma = tensor(c_out, c_in, *[3] * rank), tensor(c_out), tensor(c_in)
+        for groups, act in ((0, "none"), (8, "silu")):
+            label = f"{c_in} to {c_out} {spatial} {groups} groups"
+            norm = groups, gamma if groups else None, None, 1e-5, act
+            run(f"scaled_half {label}", x, backward=False, call=lambda x, norm=norm: ops.scaled_half(x, *norm))
+            if "--own-kernels" in sys.argv or "--initcheck" in sys.argv:
+                continue  # initcheck does not see what cuDNN's convolutions of halves write
+            half, inverse, _, _ = ops.scaled_half(x, *norm)
+            call = lambda w, b, r, h=half, i=inverse, g=geometry: ops.conv_scaled_half(h, i, w, b, r, *g)  # noqa: E731
+            run(f"conv_scaled_half {label}", weight, bias, dy, backward=False, call=call)
+            call = lambda dy, w, h=half, i=inverse, g=geometry: ops.conv_scaled_half_backward(  # noqa: E731
+                dy, h, i, w, *g, [True] * 3
+            )
+            run(f"conv_scaled_half_backward {label}", dy, weight, backward=False, call=call)
+
+
 def norm_lse_cases() -> None:
     """The third pipeline's backward behind its convolution: more channels than a block takes at once, and few."""
     backward = ops.group_norm_tanh_hardswish_residual_logsumexp_backward
@@ -547,6 +569,7 @@ SECTIONS = {
         conv_gradient_cases,
         depthwise_cases,
         fused_convolution_cases,
+        scaled_half_cases,
         norm_lse_cases,
         pipeline_cases,
     )

@@ -15,6 +15,7 @@ from torch import fx, nn
 import kgopt  # noqa: F401
 from kgopt._layout import FORMATS
 from kgopt.rewrite.inductor import weights
+from kgopt.rewrite.inductor.passes import passes
 
 ATEN, OPS = torch.ops.aten, torch.ops.kgopt
 CAST = torch.ops.prims.convert_element_type.default
@@ -332,7 +333,7 @@ def test_code_of_volumes(dtype):
     from kgopt.torch_private import compile_graph
 
     def backend(graph, inputs):
-        return compile_graph(graph, inputs, None, {}, passes=weights.passes())
+        return compile_graph(graph, inputs, None, {}, passes=passes())
 
     run = torch.compile(copy.deepcopy(model), backend=backend)
     _, (forward, backward) = run_fw_bw_and_get_code(lambda: loss(run))

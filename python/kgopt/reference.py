@@ -198,6 +198,74 @@ def _half_or_nan(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, math.nan).half()
 
 
+def _finite_magnitudes(t: Tensor) -> Tensor:
+    return torch.where(t.isfinite(), t.abs(), 0.0)
+
+
+def _along(values: Tensor, dim: int, rank: int) -> Tensor:
+    """One value for each index of a dim, to be multiplied by tensors of this rank."""
+    return values.view([-1 if d == dim else 1 for d in range(rank)])
+
+
+def scaled_half_ref(z: Tensor) -> tuple[Tensor, Tensor]:
+    """z in fp16, every channel times the power of two that brings it below 2**4, and the powers' inverses, float64."""
+    z, rank = z.double(), z.dim()
+    scale = _power_below(_finite_magnitudes(z).amax([0, *range(2, rank)]), 4)
+    return _half_or_nan(z * _along(scale, 1, rank)), 1 / scale
+
+
+def _scaled_half_weight(weight: Tensor, inverse: Tensor, of: int) -> tuple[Tensor, Tensor]:
+    """The weight in fp16 for products with halves, and the powers of two by which their sums are too large.
+
+    ``of``: the weight's dim that the halves' channels and their inverses belong to. For each index of the other one the
+    magnitudes sum up to less than 2**11. As the halves are below 2**4, the fp16 result stays below 2**15.
+    """
+    rank = weight.dim()
+    weight = weight.double() * _along(inverse, of, rank)
+    unit = _power_below(_finite_magnitudes(weight).sum([of, *range(2, rank)]), 11)
+    return _half_or_nan(weight * _along(unit, 1 - of, rank)), _along(unit, 1, rank)
+
+
+def conv_scaled_half_ref(
+    half: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """A convolution of what :func:`scaled_half_ref` gives, its bias and a residual, as they are rounded; in float64."""
+    half_weight, unit = _scaled_half_weight(weight, inverse, 1)
+    geometry = stride, padding, dilation, False, [0] * len(stride), 1
+    y = torch.convolution(half.double(), half_weight.double(), None, *geometry).half().double() / unit
+    y = y if bias is None else y + _along(bias.double(), 1, y.dim())
+    return y if residual is None else y + residual.double()
+
+
+def conv_scaled_half_backward_ref(
+    dy: Tensor,
+    half: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`conv_scaled_half_ref`, that of what was rounded first; in float64.
+
+    dy is rounded as the other operand was. The weight's gradient, a sum over all positions, is not rounded to fp16.
+    """
+    half_dy, inverse_dy = scaled_half_ref(dy)
+    half_weight, unit = _scaled_half_weight(weight, inverse_dy, 0)
+    geometry = None, stride, padding, dilation, False, [0] * len(stride), 1
+    operands = half_dy.double(), half.double(), half_weight.double()
+    dx, dweight, _ = torch.ops.aten.convolution_backward(*operands, *geometry, [True, True, False])
+    dweight = dweight * _along(inverse_dy, 0, weight.dim()) * _along(inverse, 1, weight.dim())
+    return dx.half().double() / unit, dweight, dy.double().sum([0, *range(2, dy.dim())])
+
+
 def scaled_half_conv_ref(
     x: Tensor,
     weight: Tensor,
@@ -209,26 +277,8 @@ def scaled_half_conv_ref(
     divisor: float = 1.0,
     act: str = "none",
 ) -> Tensor:
-    """:func:`conv_add_ref` of fp32 tensors as ``backend="kgopt:scaled_half"`` rounds it, exact otherwise.
-
-    Powers of two bring every input channel below 2**4, and the weights of every output channel to a sum of magnitudes
-    below 2**11: the fp16 result stays below 2**15.
-    """
-    dims = list(range(2, x.dim()))
-    ones = [1] * len(dims)
-
-    def magnitudes(t: Tensor) -> Tensor:
-        return torch.where(t.isfinite(), t.abs(), 0.0)
-
-    x, weight = x.double(), weight.double()
-    scale = _power_below(magnitudes(x).amax([0, *dims]), 4).view(-1, *ones)
-    weight = weight / scale
-    unit = _power_below(magnitudes(weight).sum([1, *dims]), 11).view(-1, *ones)
-    half_x, half_weight = _half_or_nan(x * scale), _half_or_nan(weight * unit.unsqueeze(1))
-    geometry = stride, padding, dilation, False, [0] * len(dims), 1
-    y = torch.convolution(half_x.double(), half_weight.double(), None, *geometry).half().double() / unit
-    y = y if bias is None else y + bias.double().view(-1, *ones)
-    y = y if residual is None else y + residual.double()
+    """:func:`conv_add_ref` of fp32 tensors as ``backend="kgopt:scaled_half"`` rounds it, exact otherwise."""
+    y = conv_scaled_half_ref(*scaled_half_ref(x), weight, bias, residual, stride, padding, dilation)
     return activation_ref(y / divisor, act).float()
 
 

@@ -5,6 +5,7 @@
 
 #include "conv3d/api/autotune.h"
 #include "conv3d/api/call.h"
+#include "conv3d/api/gradients.h"
 #include "conv3d/few_channels/start.h"
 #include "conv3d/gradients/few_dgrad/few_dgrad.h"
 #include "conv3d/gradients/few_march/few_march.h"
@@ -71,12 +72,23 @@ void run_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& 
   raise_on_error(op, run_conv_wgrad_sum(sum, stream));
 }
 
+}  // namespace
+
+constexpr int kFewSums = 4;
+
 Tensor conv_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight, const ConvShape& shape,
-                  const WgradPlan& plan) {
-  Tensor dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt, memory_format_of(weight));
-  run_wgrad(op, dy, x, dweight, shape, plan, WgradSumParams{});
-  return dweight;
+                  const WgradPlan& plan, const WgradSumParams& sum) {
+  // Sums come with channels innermost. Where they are few for many weights, writing these takes longer than reading,
+  // and a pass that transposes them less than to write single elements.
+  const MemoryFormat format = memory_format_of(weight);
+  const bool is_written_apart = plan.slots < kFewSums && !plan.few;
+  const Tensor dweight = empty_like_shape(weight, sizes_of(weight), std::nullopt,
+                                          is_written_apart ? channels_last_format(weight.dim()) : format);
+  run_wgrad(op, dy, x, dweight, shape, plan, sum);
+  return dense_in(dweight, format);
 }
+
+namespace {
 
 // fp32 tensors as they lie, contiguous or channels_last; the terms are channels_last.
 struct __attribute__((visibility("hidden"))) SplitTerms {
@@ -340,10 +352,6 @@ AnyPlan tuned_gradient(const ConvArgs& a, const ConvShape& shape, ConvTuned what
   return AtenPlan();
 }
 
-ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
-                            IntArray output_padding, int64_t groups, bool transposed, std::vector<bool> mask,
-                            std::string backend, std::optional<bool> allow_tf32);
-
 // Gradients of contiguous tensors, some of them from copies in channels_last: one of dy, and of x for dweight.
 ConvGradients innermost_backward(const ConvArgs& a, const ConvShape& shape, const Tensor& dy,
                                  const InnermostGradients& chosen, const std::vector<bool>& mask) {
@@ -396,6 +404,8 @@ ConvGradients innermost_backward(const ConvArgs& a, const ConvShape& shape, cons
   }
   return all_gradients(a.x, result);
 }
+
+}  // namespace
 
 ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride, IntArray padding, IntArray dilation,
                             IntArray output_padding, int64_t groups, bool transposed, std::vector<bool> mask,
@@ -535,6 +545,8 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
   if (dbias) result[2] = dbias;
   return all_gradients(x, result);
 }
+
+namespace {
 
 // The backward of the first pipeline's norm and mean, up to the rows from which dy is made of the convolution's output.
 struct __attribute__((visibility("hidden"))) NormOfMean {

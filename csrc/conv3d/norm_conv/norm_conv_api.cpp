@@ -2,7 +2,7 @@
 // norm never stored, or in two steps.
 #include "conv3d/api/call.h"
 #include "conv3d/choice/norm_conv.h"
-#include "conv3d/norm_conv/scaled_half.h"
+#include "conv3d/norm_conv/scaled_half_call.h"
 #include "groupnorm/api/group_norm_api.h"
 #include "groupnorm/passes/normalize_padded.h"
 #include "pointwise/pointwise_api.h"
@@ -156,75 +156,22 @@ const char* scaled_half_refusal(const ConvArgs& a, const ConvShape& shape, const
 // The convolution in fp16 between two passes, which scale by powers of two. x is read once for the range of its
 // channels, and for its moments with it. With `replicate` a.x has the sizes of what the convolution reads, and nothing
 // in it.
-Tensor conv_scaled_half(const ConvArgs& a, const ConvShape& shape, const Tensor& given_x, const IntArray& replicate,
+Tensor conv_scaled_half(const ConvArgs& a, const ConvShape& shape, const Tensor& x, const IntArray& replicate,
                         const Prologue& norm, const ActChain& gn_act, const OptTensor& residual, double divisor,
                         const ActChain& act) {
-  static const std::string aten = "aten";
-  const MemoryFormat format = channels_last_format(a.rank + 2);
-  const Tensor x = aligned(dense_in(given_x, format));
-  const CallOperands operands(a, shape);
-  ScaledHalfParams p;
-  p.x = static_cast<const float*>(x.const_data_ptr());
-  p.n = shape.n;
-  p.c = shape.c_in;
-  p.s = 1;
-  for (int64_t i = 2; i < x.dim(); ++i) p.s *= x.size(i);
-  p.pads = !replicate.empty();
-  if (p.pads) p.pad = padded_shape(x, replicate);
-  p.sm_count = check_gpu(a.op, x).sm_count;
-  if (norm.num_groups > 0) p.act = gn_act;
-  p.weight = static_cast<const float*>(operands.weight);
-  p.w_stride_out = operands.w_stride_out;
-  p.w_stride_in = operands.w_stride_in;
-  std::copy(operands.w_stride_k, operands.w_stride_k + 3, p.w_stride_k);
-  p.c_out = shape.c_out;
-  std::copy(shape.kernel, shape.kernel + 3, p.kernel);
-
-  const Tensor moments = allocate_moments(x, p.c);
-  Workspace workspace(x);
-  const int64_t partials = workspace.reserve(scaled_half_partial_bytes(p));
-  const int64_t range = workspace.reserve(p.n * p.c * 2 * sizeof(float));
-  const int64_t table = norm.num_groups > 0 ? workspace.reserve(p.n * p.c * 4 * sizeof(float)) : 0;
-  const int64_t scale = workspace.reserve(p.c * sizeof(float)), inverse = workspace.reserve(p.c * sizeof(double));
-  const int64_t factors = workspace.reserve(p.c_out * 2 * sizeof(float));
-  workspace.allocate();
-  p.partials = workspace.at<void>(partials);
-  p.moments = static_cast<float*>(moments.mutable_data_ptr());
-  p.range = workspace.at<float>(range);
-  p.scale = workspace.at<float>(scale);
-  p.inverse = workspace.at<double>(inverse);
-  p.factors = workspace.at<float>(factors);
-  raise_on_error(a.op, run_channel_ranges(p, stream_of(x)));
-  if (norm.num_groups > 0) {
-    moments_table_cuda(a.op, moments, norm.num_groups, norm.weight, norm.bias, norm.eps, workspace.at<void>(table));
-    p.table = workspace.at<float>(table);
+  ScaledSource source;
+  source.num_groups = norm.num_groups;
+  source.weight = norm.weight;
+  source.bias = norm.bias;
+  source.eps = norm.eps;
+  source.act = gn_act;
+  PaddedShape pad;
+  if (!replicate.empty()) {
+    pad = padded_shape(x, replicate);
+    source.pad = &pad;
+    source.padded_sizes = sizes_of(a.x);
   }
-  Tensor half_y;
-  {
-    const Tensor half_x = empty_like_shape(x, sizes_of(a.x), ScalarType::Half, format);
-    const Tensor half_weight = empty_like_shape(x, sizes_of(a.weight), ScalarType::Half, format);
-    p.half_x = half_x.mutable_data_ptr();
-    p.half_weight = half_weight.mutable_data_ptr();
-    raise_on_error(a.op, run_scaled_half(p, stream_of(x)));
-    half_y = conv_forward({a.op, half_x, half_weight, std::nullopt, a.stride, a.padding, a.dilation, a.output_padding,
-                           a.groups, a.transposed, a.rank, aten, std::nullopt});
-  }
-  Tensor y = allocate_output(a, shape);
-  const Tensor dense_residual = residual ? dense_in(*residual, format) : Tensor();
-  BiasResidualParams tail;
-  tail.y = y.mutable_data_ptr();
-  tail.scaled = half_y.const_data_ptr();
-  tail.factors = p.factors;
-  tail.bias = operands.bias;
-  tail.residual = residual ? dense_residual.const_data_ptr() : nullptr;
-  tail.n = shape.n;
-  tail.c = shape.c_out;
-  tail.s = shape.out[0] * shape.out[1] * shape.out[2];
-  tail.scale = 1 / divisor;
-  tail.act = act;
-  tail.channels_last = true;
-  raise_on_error(a.op, run_bias_residual(tail, stream_of(y)));
-  return y;
+  return conv_of_scaled(a, shape, scale_half(a.op, x, source), residual, divisor, act);
 }
 
 // `few` is the caller's room for the parameters of the kernel for few output channels; `is_bare`: nothing but `act`

@@ -66,29 +66,44 @@ RangeSlices slices_of(const ScaledHalfParams& p) {
   return slices;
 }
 
-// A warp a channel of a sample. Means are merged relative to the first slice's, so that an offset is rounded once.
-__global__ void __launch_bounds__(128)
+constexpr int kRangeChannels = 8, kRangeThreads = 512, kRangeLoads = 4;
+
+// A block 8 channels of a sample, whose slices its threads share. Means are merged relative to the first slice's, so
+// that an offset is rounded once.
+__global__ void __launch_bounds__(kRangeThreads)
     channel_ranges_kernel(const __grid_constant__ ScaledHalfParams p, int64_t slices) {
-  const int lane = threadIdx.x % 32;
-  const int64_t channel = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-  if (channel >= p.n * p.c) return;
+  constexpr int kWarps = kRangeThreads / 32, kWalkers = kRangeThreads / kRangeChannels;
+  __shared__ RangeReducer::Partial shared[kWarps][kRangeChannels];
+  const int own = threadIdx.x % kRangeChannels;
+  const int64_t channel = int64_t(blockIdx.x) * kRangeChannels + own;
   const auto* const data =
       static_cast<const RangeReducer::Partial*>(p.partials) + channel / p.c * slices * p.c + channel % p.c;
   const float origin = data->moments.mean;
   RangeReducer::Partial all{{}, INFINITY, -INFINITY};
-  for (int64_t slice = lane; slice < slices; slice += 32) {
-    RangeReducer::Partial part = data[slice * p.c];
-    part.moments.mean -= origin;
-    RangeReducer::merge(all, part);
+  for (int64_t slice = threadIdx.x / kRangeChannels; slice < slices; slice += kWalkers * kRangeLoads) {
+    RangeReducer::Partial part[kRangeLoads];
+#pragma unroll
+    for (int k = 0; k < kRangeLoads; ++k) {
+      if (slice + k * kWalkers < slices) part[k] = data[(slice + k * kWalkers) * p.c];
+    }
+#pragma unroll
+    for (int k = 0; k < kRangeLoads; ++k) {
+      if (slice + k * kWalkers >= slices) continue;
+      part[k].moments.mean -= origin;
+      RangeReducer::merge(all, part[k]);
+    }
   }
-  const Moments<float> m = warp_merge(all.moments);
-  for (int mask = 16; mask > 0; mask /= 2) {
-    all.low = fminf(all.low, __shfl_xor_sync(0xffffffffu, all.low, mask));
-    all.high = fmaxf(all.high, __shfl_xor_sync(0xffffffffu, all.high, mask));
+  for (int mask = kRangeChannels; mask < 32; mask *= 2) {
+    const auto from = [&](float v) { return __shfl_xor_sync(0xffffffffu, v, mask); };
+    RangeReducer::merge(
+        all, {{from(all.moments.mean), from(all.moments.m2), from(all.moments.count)}, from(all.low), from(all.high)});
   }
-  if (lane != 0) return;
-  p.moments[2 * channel] = m.mean + origin;
-  p.moments[2 * channel + 1] = m.m2 / m.count;
+  if (threadIdx.x % 32 < kRangeChannels) shared[threadIdx.x / 32][own] = all;
+  __syncthreads();
+  if (threadIdx.x >= kRangeChannels) return;
+  for (int warp = 1; warp < kWarps; ++warp) RangeReducer::merge(all, shared[warp][own]);
+  p.moments[2 * channel] = all.moments.mean + origin;
+  p.moments[2 * channel + 1] = all.moments.m2 / all.moments.count;
   p.range[2 * channel] = all.low;
   p.range[2 * channel + 1] = all.high;
 }
@@ -97,9 +112,18 @@ __global__ void __launch_bounds__(128)
 __global__ void __launch_bounds__(128) input_scales_kernel(const __grid_constant__ ScaledHalfParams p) {
   const int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (c >= p.c) return;
+  const int64_t per_group = p.groups > 0 ? p.c / p.groups : 1;
+  const double count = static_cast<double>(p.s);
   float largest = 0.f;
+  double sum = 0;
   for (int64_t n = 0; n < p.n; ++n) {
     const int64_t channel = n * p.c + c;
+    sum += p.moments[2 * channel] * count;
+    if (p.mean && c % per_group == 0) {
+      const float4 row = reinterpret_cast<const float4*>(p.table)[channel];
+      p.mean[n * p.groups + c / per_group] = row.x;
+      p.rstd[n * p.groups + c / per_group] = row.y;
+    }
     float low = p.range[2 * channel], high = p.range[2 * channel + 1];
     if (low > high) continue;  // no finite value
     if (p.table) {
@@ -111,6 +135,7 @@ __global__ void __launch_bounds__(128) input_scales_kernel(const __grid_constant
     const float bound = largest_magnitude(p.act, low, high);
     if (bound == bound) largest = fmaxf(largest, fminf(bound, FLT_MAX));
   }
+  if (p.sums) p.sums[c] = static_cast<float>(sum);
   p.scale[c] = scaled_input_scale(__float_as_uint(largest));
   p.inverse[c] = scaled_input_inverse(__float_as_uint(largest));
 }
@@ -137,53 +162,117 @@ __global__ void __launch_bounds__(kMagnitudeThreads)
   if (threadIdx.x % 32 == 0 && bits > 0) atomicMax(largest + row % p.c, bits);
 }
 
-// A block an output channel.
-__global__ void __launch_bounds__(256) scaled_weights_kernel(const __grid_constant__ ScaledHalfParams p) {
-  __shared__ double shared[8];
-  __shared__ int64_t offsets[kScaledMostTaps];
-  const uint32_t taps = static_cast<uint32_t>(p.kernel[0] * p.kernel[1] * p.kernel[2]);
-  const uint32_t channels = static_cast<uint32_t>(p.c);
-  for (uint32_t tap = threadIdx.x; tap < taps; tap += blockDim.x) {
+// Where a weight's taps lie.
+struct TapOffsets {
+  int64_t* offsets;
+  uint32_t taps;
+
+  __device__ TapOffsets(const ScaledHalfParams& p, int64_t* shared) : offsets(shared) {
     const uint32_t width = static_cast<uint32_t>(p.kernel[2]), height = static_cast<uint32_t>(p.kernel[1]);
-    const uint32_t x = tap % width, y = tap / width % height, z = tap / width / height;
-    offsets[tap] = z * p.w_stride_k[0] + y * p.w_stride_k[1] + x * p.w_stride_k[2];
+    taps = static_cast<uint32_t>(p.kernel[0]) * height * width;
+    for (uint32_t tap = threadIdx.x; tap < taps; tap += blockDim.x) {
+      const uint32_t x = tap % width, y = tap / width % height, z = tap / width / height;
+      offsets[tap] = z * p.w_stride_k[0] + y * p.w_stride_k[1] + x * p.w_stride_k[2];
+    }
+    __syncthreads();
   }
-  __syncthreads();
-  const float* const weight = p.weight + blockIdx.x * p.w_stride_out;
-  __half* const to = static_cast<__half*>(p.half_weight) + blockIdx.x * (int64_t(taps) * channels);
-  // Reads are of neighbours either way. Divided once: a division an element takes longer than all else.
-  const bool by_channel = p.w_stride_in == 1;
-  const uint32_t inner = by_channel ? channels : taps, outer = by_channel ? taps : channels;
-  const uint32_t inner_step = blockDim.x % inner, outer_step = blockDim.x / inner;
-  const auto for_each = [&](auto&& use) {
-    for (uint32_t i = threadIdx.x % inner, o = threadIdx.x / inner; o < outer;) {
-      const uint32_t tap = by_channel ? o : i, c = by_channel ? i : o;
-      use(int64_t(tap) * channels + c, c, weight[c * p.w_stride_in + offsets[tap]]);
-      i += inner_step;
-      o += outer_step;
-      if (i >= inner) {
-        i -= inner;
-        ++o;
+};
+
+// That brings a sum of magnitudes below 2^kScaledWeightBits, where both halves are numbers of fp32: outputs beyond are
+// none.
+__device__ __forceinline__ double power_below(double sum, float* factors) {
+  const int power = sum > 0 ? max(-250, min(250, kScaledWeightBits - 1 - ilogb(sum))) : 0;
+  if (threadIdx.x == 0) {
+    factors[0] = ldexpf(1.f, -(power / 2));
+    factors[1] = ldexpf(1.f, -(power - power / 2));
+  }
+  return ldexp(1., power);
+}
+
+constexpr int kWeightThreads = 512, kWeightLoads = 4;
+constexpr int64_t kMostKeptBytes = 80 << 10;  // of an output channel's weights
+
+// A block's threads over pairs of numbers below `inner` and `outer`, neighbours over the inner ones, without divisions:
+// load(i, o) for some of them, then use(i, o, value) for these.
+template <typename Load, typename Use>
+__device__ __forceinline__ void for_pairs(uint32_t inner, uint32_t outer, const Load& load, const Use& use) {
+  int width_log2 = 0;
+  while (1u << width_log2 < inner && 1 << width_log2 < kWeightThreads) ++width_log2;
+  const uint32_t step = kWeightThreads >> width_log2;
+  for (uint32_t i = threadIdx.x & ((1u << width_log2) - 1); i < inner; i += 1u << width_log2) {
+    for (uint32_t o = threadIdx.x >> width_log2; o < outer; o += step * kWeightLoads) {
+      float value[kWeightLoads];
+#pragma unroll
+      for (int k = 0; k < kWeightLoads; ++k) value[k] = o + k * step < outer ? load(i, o + k * step) : 0.f;
+#pragma unroll
+      for (int k = 0; k < kWeightLoads; ++k) {
+        if (o + k * step < outer) use(i, o + k * step, value[k]);
       }
     }
-  };
-  const auto inverse = [&](int64_t c) -> double {
+  }
+}
+
+// A block an input channel.
+__global__ void __launch_bounds__(kWeightThreads) weight_powers_kernel(const __grid_constant__ ScaledHalfParams p) {
+  __shared__ double shared[kWeightThreads / 32];
+  __shared__ int64_t offsets[kScaledMostTaps];
+  const TapOffsets at(p, offsets);
+  const float* const weight = p.weight + blockIdx.x * p.w_stride_in;
+  double sum = 0;
+  for_pairs(
+      at.taps, static_cast<uint32_t>(p.c_out),
+      [&](uint32_t tap, uint32_t o) { return __ldg(weight + o * p.w_stride_out + at.offsets[tap]); },
+      [&](uint32_t, uint32_t o, float w) { sum += is_finite(w) ? fabs(w * __ldg(p.inverse_out + o)) : 0.; });
+  const double power = power_below(block_sum(sum, shared), p.factors + 2 * blockIdx.x);
+  if (threadIdx.x == 0) p.powers[blockIdx.x] = power;
+}
+
+// A block an output channel, whose weights it keeps, as they lie, where they find room: neighbours are read, and
+// neighbours are written.
+__global__ void __launch_bounds__(kWeightThreads)
+    scaled_weights_kernel(const __grid_constant__ ScaledHalfParams p, bool keeps) {
+  extern __shared__ float kept[];
+  __shared__ double shared[kWeightThreads / 32];
+  __shared__ int64_t offsets[kScaledMostTaps];
+  const TapOffsets at(p, offsets);
+  const uint32_t taps = at.taps, channels = static_cast<uint32_t>(p.c);
+  const float* const weight = p.weight + blockIdx.x * p.w_stride_out;
+  __half* const to = static_cast<__half*>(p.half_weight) + blockIdx.x * (int64_t(taps) * channels);
+  const bool by_channel = p.w_stride_in == 1;
+  const uint32_t inner = by_channel ? channels : taps, outer = by_channel ? taps : channels;
+  const auto factor = [&](uint32_t c) -> double {
+    if (p.powers) return p.powers[c];
     return p.largest ? scaled_input_inverse(__ldg(p.largest + c)) : p.inverse[c];
   };
   double sum = 0;
-  for_each([&](int64_t, int64_t c, float w) { sum += is_finite(w) ? fabs(w * inverse(c)) : 0.; });
-  sum = block_sum(sum, shared);
-  // Powers whose halves are numbers of fp32; outputs beyond are none.
-  const int power = sum > 0 ? max(-250, min(250, kScaledWeightBits - 1 - ilogb(sum))) : 0;
-  const double unit = ldexp(1., power);
-  for_each([&](int64_t at, int64_t c, float w) {
-    const float scaled = static_cast<float>(w * inverse(c) * unit);
-    to[at] = __float2half_rn(p.keeps_infinities ? scaled : or_nan(scaled));
-  });
-  if (threadIdx.x == 0) {
-    p.factors[2 * blockIdx.x] = ldexpf(1.f, -(power / 2));
-    p.factors[2 * blockIdx.x + 1] = ldexpf(1.f, -(power - power / 2));
+  if (keeps || !p.powers) {
+    for_pairs(
+        inner, outer,
+        [&](uint32_t i, uint32_t o) {
+          return __ldg(weight + (by_channel ? i : o) * p.w_stride_in + at.offsets[by_channel ? o : i]);
+        },
+        [&](uint32_t i, uint32_t o, float w) {
+          if (keeps) kept[o * inner + i] = w;
+          if (!p.powers && is_finite(w)) sum += fabs(w * factor(by_channel ? i : o));
+        });
   }
+  double own;
+  if (p.powers) {
+    own = p.inverse_out[blockIdx.x];
+    __syncthreads();
+  } else {
+    own = power_below(block_sum(sum, shared), p.factors + 2 * blockIdx.x);
+  }
+  for_pairs(
+      channels, taps,
+      [&](uint32_t c, uint32_t tap) {
+        return keeps ? kept[by_channel ? tap * channels + c : c * taps + tap]
+                     : weight[c * p.w_stride_in + at.offsets[tap]];
+      },
+      [&](uint32_t c, uint32_t tap, float w) {
+        const float scaled = static_cast<float>(w * factor(c) * own);
+        to[tap * channels + c] = __float2half_rn(p.keeps_infinities ? scaled : or_nan(scaled));
+      });
   wait_for_prerequisites();  // what comes behind this kernel wants the results of the one ahead, too
 }
 
@@ -256,8 +345,8 @@ int64_t scaled_half_partial_bytes(const ScaledHalfParams& p) {
 }
 
 Status run_channel_ranges(const ScaledHalfParams& p, cudaStream_t stream) {
-  if (p.n * p.c >= int64_t(1) << 32) {
-    return Status::Unsupported("channel_ranges_kernel", "x has too many samples and channels");
+  if (p.n * p.c >= int64_t(1) << 32 || p.c % kRangeChannels != 0) {
+    return Status::Unsupported("channel_ranges_kernel", "x has too many samples and channels, or no multiple of 8");
   }
   const RangeSlices slices = slices_of(p);
   ReduceArgs<RangeReducer> a{};
@@ -271,8 +360,9 @@ Status run_channel_ranges(const ScaledHalfParams& p, cudaStream_t stream) {
   a.partials = static_cast<float*>(p.partials);
   const Status status = launch_reduce("channel_ranges_kernel", a, true, stream);
   if (!status.ok()) return status;
-  const unsigned blocks = static_cast<unsigned>((p.n * p.c + 3) / 4);
-  return launch_after<channel_ranges_kernel>(false, "channel_ranges_kernel", blocks, 128, stream, p, slices.count);
+  const unsigned blocks = static_cast<unsigned>(p.n * p.c / kRangeChannels);
+  return launch_after<channel_ranges_kernel>(false, "channel_ranges_kernel", blocks, kRangeThreads, stream, p,
+                                             slices.count);
 }
 
 Status run_channel_magnitudes(const ScaledHalfParams& p, uint32_t* largest, cudaStream_t stream) {
@@ -285,23 +375,31 @@ Status run_channel_magnitudes(const ScaledHalfParams& p, uint32_t* largest, cuda
                                                  p, largest);
 }
 
-Status run_scaled_half(const ScaledHalfParams& p, cudaStream_t stream) {
+Status run_scaled_inputs(const ScaledHalfParams& p, cudaStream_t stream) {
   const unsigned channel_blocks = static_cast<unsigned>((p.c + 127) / 128);
-  Status status = launch_after<input_scales_kernel>(false, "input_scales_kernel", channel_blocks, 128, stream, p);
-  if (status.ok()) status = run_scaled_weights(p, false, stream);
+  const Status status = launch_after<input_scales_kernel>(false, "input_scales_kernel", channel_blocks, 128, stream, p);
   if (!status.ok()) return status;
   if (!p.table) return launch_round<false, Chain::kNone>(p, stream);
-  switch (chain_kind(p.act)) {
+  switch (norm_chain_kind(p.act)) {
     case Chain::kNone:
     case Chain::kRelu: return launch_round<true, Chain::kRelu>(p, stream);
+    case Chain::kLeakyRelu: return launch_round<true, Chain::kLeakyRelu>(p, stream);
     case Chain::kSilu: return launch_round<true, Chain::kSilu>(p, stream);
     default: return launch_round<true, Chain::kAny>(p, stream);
   }
 }
 
 Status run_scaled_weights(const ScaledHalfParams& p, bool early, cudaStream_t stream) {
-  return launch_after<scaled_weights_kernel>(early, "scaled_weights_kernel", static_cast<unsigned>(p.c_out), 256,
-                                             stream, p);
+  const int64_t bytes = p.kernel[0] * p.kernel[1] * p.kernel[2] * p.c * int64_t(sizeof(float));
+  const bool keeps = bytes <= kMostKeptBytes;
+  return launch_after<scaled_weights_kernel>(early, "scaled_weights_kernel", dim3(static_cast<unsigned>(p.c_out)),
+                                             kWeightThreads, keeps ? static_cast<int>(bytes) : 0, stream, p, keeps);
+}
+
+Status run_scaled_weights_by_input(const ScaledHalfParams& p, cudaStream_t stream) {
+  const Status status = launch_after<weight_powers_kernel>(false, "weight_powers_kernel", static_cast<unsigned>(p.c),
+                                                           kWeightThreads, stream, p);
+  return status.ok() ? run_scaled_weights(p, false, stream) : status;
 }
 
 }  // namespace kgopt

@@ -29,14 +29,21 @@ struct ScaledHalfParams {
   ActChain act;                  // behind the norm
   float* scale = nullptr;        // [c], of inputs
   double* inverse = nullptr;     // [c], 1 / scale
-  void* half_x = nullptr;        // [n, s, c]; with pads [n, pad.out..., c], x's outermost positions repeated around it
+  // Beside these, where they are asked for: the norm's [n, groups], and the sums of x's channels, [c].
+  int64_t groups = 0;
+  float *mean = nullptr, *rstd = nullptr, *sums = nullptr;
+  void* half_x = nullptr;  // [n, s, c]; with pads [n, pad.out..., c], x's outermost positions repeated around it
   bool pads = false;
   PaddedShape pad;
   const float* weight = nullptr;
   int64_t w_stride_out = 0, w_stride_in = 0, w_stride_k[3] = {};
   int64_t c_out = 0, kernel[3] = {1, 1, 1};
   void* half_weight = nullptr;  // [c_out, kernel..., c]
-  float* factors = nullptr;     // [c_out, 2]: by their product an output is too large
+  // The power of two of an output is one of all that it is a sum of. For the gradient of inputs, which are sums over
+  // outputs, the powers are by input and come first, and c_out have `inverse_out`, their gradient's.
+  double* powers = nullptr;
+  const double* inverse_out = nullptr;
+  float* factors = nullptr;  // [c_out, 2], or [c, 2] with powers: by their product a result is too large
 };
 
 // Why the activations' largest magnitude over an interval is not known from its ends (largest_magnitude); null where it

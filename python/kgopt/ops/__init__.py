@@ -20,6 +20,7 @@ from kgopt.ops import pipelines as pipelines
 from kgopt.ops import pointwise as pointwise
 from kgopt.ops import precision as precision
 from kgopt.ops import reduce as reduce
+from kgopt.ops import scaled_half as scaled_half
 from kgopt.ops.calls import direct as direct
 from kgopt.ops.calls import from_python as from_python
 from kgopt.ops.calls import node_of as node_of

@@ -54,7 +54,8 @@ class Op:
     fake: Callable[..., Any]
     """Its results without values: sizes, dtype, layout. Gets every argument."""
     formula: Callable[..., Any]
-    """The op in differentiable PyTorch functions, for derivatives that no kernel gives. Gets every argument."""
+    """The op in differentiable PyTorch functions, for derivatives that no kernel gives, all arguments given; raises where
+    there is none."""
     dims: Dims | Callable[[dict[str, Any]], Dims] | None = None
     """For DTensor; as a function, of the arguments by name. Every op has them (tests/test_dtensor.py)."""
     backward: Callable[..., Any] | None = None

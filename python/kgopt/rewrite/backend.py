@@ -34,7 +34,7 @@ from kgopt.rewrite.chains.patterns import OTHER, Match, Node, match
 from kgopt.rewrite.cuda_graphs import machine
 from kgopt.rewrite.cuda_graphs.replayed import Replayed
 from kgopt.rewrite.glue.calls import CONVS, conv_arguments
-from kgopt.rewrite.inductor import weights
+from kgopt.rewrite.inductor import passes as inductor_passes
 from kgopt.rewrite.inductor.decomposed import DECOMPOSITIONS
 from kgopt.rewrite.measure import policy
 from kgopt.rewrite.measure.reporting import Report, SiteRow
@@ -123,16 +123,17 @@ def kgopt_backend(
         rewrite(graph, chosen.format)
     if chosen.format:
         last_report.layout = f"images {_LIE[chosen.format]}, which Inductor would not have chosen"
-    compiled = compile_graph(
-        graph,
-        example_inputs,
-        mode,
-        {**config, **chosen.options},
-        decompositions=DECOMPOSITIONS,
-        passes=weights.passes(),
-        **kwargs,
-    )
-    return Replayed(compiled, replays is True, grad, written or ()) if replays else compiled
+
+    def compile_one(one: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        made = inductor_passes.passes()
+        settings = {**config, **chosen.options}
+        return compile_graph(one, inputs, mode, settings, decompositions=DECOMPOSITIONS, passes=made, **kwargs)
+
+    kept = inductor_passes.copied(graph) if inductor_passes.may_scale(graph.graph) else None
+    run = compile_one(graph, example_inputs)
+    if replays:
+        run = Replayed(run, replays is True, grad, written or ())
+    return run if kept is None else inductor_passes.WhileAllowed(run, kept, compile_one if kinds else None)
 
 
 def _changed_by_replays(graph: fx.Graph, kinds: list[Tensor], grad: bool) -> list[int] | None:

@@ -74,6 +74,7 @@ struct WgradSumParams {
   bool adds = false;                                // to what is there, which is float32
   const uint32_t* largest[2] = {nullptr, nullptr};  // by which run_split_half scaled the operands; null: not at all
   int shift = 0;                                    // and by this power of two more
+  const double* inverse[2] = {nullptr, nullptr};    // by which to multiply a and b, of float32; null: not at all
 };
 
 }  // namespace kgopt

@@ -12,31 +12,37 @@
 namespace kgopt {
 namespace {
 
-inline constexpr int kSumFours = 32;   // elements of a block, by four
-inline constexpr int kSumShares = 16;  // threads that share an element's slots
+inline constexpr int kSumThreads = 512;
 
-// Shares are added in order: the order of summation depends on the plan alone.
-__global__ void __launch_bounds__(kSumFours* kSumShares)
-    conv_wgrad_sum_kernel(const __grid_constant__ WgradSumParams p) {
+// Of a tile, where so many threads share an element's slots.
+KGOPT_HD int sum_blocks(int tile_floats, int shares) {
+  const int elements = kSumThreads / shares * 4;
+  return (tile_floats + elements - 1) / elements;
+}
+
+// A thread has four elements. Shares are added in order: the order of summation depends on the plan alone.
+template <int kSumShares>
+__global__ void __launch_bounds__(kSumThreads) conv_wgrad_sum_kernel(const __grid_constant__ WgradSumParams p) {
+  constexpr int kSumFours = kSumThreads / kSumShares;
   wait_for_prerequisites();
   __shared__ float4 shares[kSumShares][kSumFours];
   const WgradPlan& plan = p.plan;
   const int lane = threadIdx.x % kSumFours, share = threadIdx.x / kSumFours;
   const int tile_floats = wgrad_tile_floats(plan), columns = wgrad_columns(plan);
-  const int blocks_per_job = tile_floats / (kSumFours * 4);
+  const int blocks_per_job = sum_blocks(tile_floats, kSumShares);
   const int job = blockIdx.x / blocks_per_job;
   const int in_job = ((blockIdx.x - job * blocks_per_job) * kSumFours + lane) * 4;
   const float* from = p.partials + (int64_t(job) * plan.slots + share) * tile_floats + in_job;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 8
-  for (int slot = share; slot < plan.slots; slot += kSumShares) {
+  for (int slot = in_job < tile_floats ? share : plan.slots; slot < plan.slots; slot += kSumShares) {
     const float4 v = *reinterpret_cast<const float4*>(from);
     sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     from += int64_t(kSumShares) * tile_floats;
   }
   shares[share][lane] = sum;
   __syncthreads();
-  if (share > 0) return;
+  if (share > 0 || in_job >= tile_floats) return;
 #pragma unroll
   for (int i = 1; i < kSumShares; ++i) {
     const float4 v = shares[i][lane];
@@ -60,7 +66,8 @@ __global__ void __launch_bounds__(kSumFours* kSumShares)
     switch (p.dtype) {
       case Dtype::kFloat32: {
         float* const to = static_cast<float*>(p.dw) + at;
-        const float value = power == 0 ? v[i] : ldexpf(v[i], -power);
+        float value = power == 0 ? v[i] : ldexpf(v[i], -power);
+        if (p.inverse[0]) value = static_cast<float>(value * (p.inverse[0][a] * p.inverse[1][b]));
         *to = p.adds ? *to + value : value;
         break;
       }
@@ -152,9 +159,17 @@ Status run_conv_wgrad(const WgradParams& p, cudaStream_t stream) {
 }
 
 Status run_conv_wgrad_sum(const WgradSumParams& p, cudaStream_t stream) {
-  const int64_t fours = p.plan.partial_floats / p.plan.slots / 4;
-  return launch_after<conv_wgrad_sum_kernel>(true, "conv_wgrad_sum_kernel", static_cast<unsigned>(fours / kSumFours),
-                                             kSumFours * kSumShares, stream, p);
+  const char* const name = "conv_wgrad_sum_kernel";
+  const int tile_floats = wgrad_tile_floats(p.plan);
+  const int64_t jobs = p.plan.partial_floats / p.plan.slots / tile_floats;
+  const auto blocks = [&](int shares) { return static_cast<unsigned>(jobs * sum_blocks(tile_floats, shares)); };
+  if (p.plan.slots >= 16) {
+    return launch_after<conv_wgrad_sum_kernel<16>>(true, name, blocks(16), kSumThreads, stream, p);
+  }
+  if (p.plan.slots >= 4) {
+    return launch_after<conv_wgrad_sum_kernel<4>>(true, name, blocks(4), kSumThreads, stream, p);
+  }
+  return launch_after<conv_wgrad_sum_kernel<1>>(true, name, blocks(1), kSumThreads, stream, p);
 }
 
 }  // namespace kgopt

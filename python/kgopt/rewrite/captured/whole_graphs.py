@@ -25,7 +25,7 @@ from torch import Tensor, fx
 
 from kgopt.rewrite.captured import passes
 from kgopt.rewrite.captured.values import is_known, may_measure, name_of, stand_in, text_of, value
-from kgopt.rewrite.inductor import weights
+from kgopt.rewrite.inductor import passes as inductor_passes
 from kgopt.rewrite.inductor.decomposed import DECOMPOSITIONS
 from kgopt.rewrite.measure import clocks, measuring, verdicts
 from kgopt.rewrite.measure.reporting import Report
@@ -242,7 +242,7 @@ def _step(module: fx.GraphModule, kinds: list[Tensor], grad: bool, options: Mapp
         node.meta = {k: v for k, v in node.meta.items() if k == "recompute"}
     inputs = [_stand_in(t).requires_grad_(grad and t.requires_grad) for t in kinds]
     wanted = [t for t in inputs if t.requires_grad]
-    more: Any = {"decompositions": DECOMPOSITIONS, "passes": weights.passes()}
+    more: Any = {"decompositions": DECOMPOSITIONS, "passes": inductor_passes.passes()}
     run = compile_graph(fx.GraphModule(module, graph), inputs, None, options, **more)
 
     def step() -> None:

@@ -44,6 +44,8 @@ _OTHERS = (
 )
 # Of these x alone: nothing tells a residual's format from a weight's.
 _CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d")
+# Arguments that are given in channels_last whatever eager mode gave.
+_LAST = {"scaled_half": (0,), "conv_scaled_half": (0, 4), "conv_scaled_half_backward": (0, 1)}
 _IN_FORMAT = torch.ops.kgopt.in_format.default
 _CLONE = torch.ops.aten.clone.default
 
@@ -135,6 +137,20 @@ class _Formats:
         return True if free and prefers else None
 
 
+class _ChannelsLast(_Formats):
+    """The constraint of an op that works in channels_last alone."""
+
+    def __init__(self, parts: Sequence[Any], places: Sequence[int]) -> None:
+        super().__init__(parts)
+        self.places = places
+
+    def _activations(self, given: list[Any], found: list[Any]) -> list[int]:
+        return [i for i in self.places if i < len(found) and isinstance(found[i], self.ir_node)]
+
+    def _channels_last(self, pairs: list[tuple[Any, Any]]) -> bool | None:
+        return True
+
+
 def _as_it_lies(node: fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """The constraint of an op that reads any format."""
     return args, kwargs
@@ -148,6 +164,7 @@ def install() -> None:
     make_fallback, lowerings, *parts = found
     flexible: dict[str, Any] = dict.fromkeys((*_NORMS, *_NORMS_FORWARD, *_OTHERS), _Formats(parts))
     flexible.update(dict.fromkeys(_CONVOLUTIONS, _Formats(parts, 1)))
+    flexible.update({name: _ChannelsLast(parts, places) for name, places in _LAST.items()})
     flexible["in_format"] = _as_it_lies
     fixed = _Formats(parts, 0)
     for name in RECORDS:

@@ -18,16 +18,14 @@ format of a gradient's parameter known.
 from __future__ import annotations
 
 import functools
-import hashlib
 import operator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from kgopt._layout import FORMATS
-from kgopt.torch_private import Passes, outside_of_tracing
+from kgopt.torch_private import outside_of_tracing
 
 BYTES = 1 << 16  # of a float32 weight; a launch costs more than a smaller one
 CHANNELS = 24  # of a weight, from which on in_format is no copy of ATen's (csrc/layout/layout_api.cpp)
@@ -35,28 +33,23 @@ DEVICES = ("cuda",)
 _HALF = (torch.float16, torch.bfloat16)
 _ATEN = torch.ops.aten
 _FORWARD, _BACKWARD = _ATEN.convolution.default, _ATEN.convolution_backward.default
-_OWN_BACKWARD = torch.ops.kgopt.conv_backward.default
+_OWN_BACKWARD = torch.ops.kgopt.conv_backward.default, torch.ops.kgopt.conv_scaled_half_backward.default
 _IN_FORMAT = torch.ops.kgopt.in_format.default
-
-
-def passes() -> Passes:
-    """For Inductor, which finds compiled code by this file's text among others."""
-    return Passes(lay, lay_what_is_read, hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
 
 
 def lay(graph: fx.Graph) -> None:
     """Changes a joint graph, or one of inference, in place."""
     parameters: dict[fx.Node, fx.Node] = {}  # of weights as convolutions read them
-    for cast in _calls(graph, torch.ops.prims.convert_element_type.default):
+    for cast in calls(graph, torch.ops.prims.convert_element_type.default):
         if _is_cast_of_weight(cast):
             parameter = cast.args[0]
             parameters[_replace(graph, cast, (parameter, True, cast.args[1]))] = parameter
-    for backward in _calls(graph, _BACKWARD):
+    for backward in calls(graph, _BACKWARD):
         weight = backward.args[2]
         parameter = weight if weight.op == "placeholder" else parameters.get(weight)
         if parameter is not None:
             _lay_gradient(graph, backward, parameter)
-    for backward in _calls(graph, _BACKWARD, _OWN_BACKWARD):
+    for backward in calls(graph, _BACKWARD, *_OWN_BACKWARD):
         _make_dense(graph, backward)
 
 
@@ -66,18 +59,19 @@ def lay_what_is_read(graph: fx.Graph) -> None:
     Not in the joint graph: there the copy would be kept from the forward to the backward, beside the parameter.
     """
     copies: dict[fx.Node, fx.Node] = {}
-    for node in _calls(graph, _FORWARD, _BACKWARD):
+    for node in calls(graph, _FORWARD, _BACKWARD):
         weight = node.args[1 if node.target is _FORWARD else 2]
         is_read = node.target is _FORWARD or node.args[10][0]
         if not is_read or not _is_parameter(weight) or not _reads_weight_last(node, weight):
             continue
         if weight not in copies:
             with graph.inserting_before(node):
-                copies[weight] = _added(graph, _IN_FORMAT, (weight, True), {})
+                copies[weight] = added(graph, _IN_FORMAT, (weight, True), {})
         node.replace_input_with(weight, copies[weight])
 
 
-def _calls(graph: fx.Graph, *targets: Any) -> list[Any]:
+def calls(graph: fx.Graph, *targets: Any) -> list[Any]:
+    """A graph's calls of these functions, in order."""
     return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
 
 
@@ -154,18 +148,19 @@ def _reads_weight_last(user: fx.Node, weight: fx.Node) -> bool:
 def _replace(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
     """``in_format`` of these arguments in a node's place."""
     with graph.inserting_before(node):
-        new = _added(graph, _IN_FORMAT, args, node.meta)
+        new = added(graph, _IN_FORMAT, args, node.meta)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     return new
 
 
-def _added(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: dict[str, Any], **kwargs: Any) -> fx.Node:
+def added(graph: fx.Graph, target: Any, args: tuple[Any, ...], meta: dict[str, Any], **kwargs: Any) -> fx.Node:
     """A call at the graph's place, with what is known of another node beside its values."""
+    with torch.no_grad():
+        made = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)  # type: ignore[misc]
     new = graph.call_function(target, args, kwargs)
     new.meta.update({k: v for k, v in meta.items() if k not in ("tensor_meta", "eager_input_vals")})
-    with torch.no_grad():
-        new.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)  # type: ignore[misc]
+    new.meta["val"] = made
     return new
 
 
@@ -179,7 +174,7 @@ def _lay_gradient(graph: fx.Graph, backward: fx.Node, parameter: fx.Node) -> Non
     if made.meta["val"].dtype is dtype:
         if set(made.users) == {output}:
             with graph.inserting_after(made):
-                new = _added(graph, _IN_FORMAT, (made, False), made.meta)
+                new = added(graph, _IN_FORMAT, (made, False), made.meta)
             output.replace_input_with(made, new)
         return
     casts = list(made.users)
@@ -195,5 +190,5 @@ def _make_dense(graph: fx.Graph, backward: fx.Node) -> None:
     t = _value(dy)
     if t is not None and _channels_apart(t) > 1:
         with graph.inserting_before(backward):
-            dense = _added(graph, _ATEN.clone.default, (dy,), dy.meta, memory_format=FORMATS[t.dim()])
+            dense = added(graph, _ATEN.clone.default, (dy,), dy.meta, memory_format=FORMATS[t.dim()])
         backward.update_arg(0, dense)
