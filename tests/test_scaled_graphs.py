@@ -17,7 +17,7 @@ from kgopt.rewrite.inductor import passes, scaled
 ATEN, OPS = torch.ops.aten, torch.ops.kgopt
 SCALED_HALF, CONV = OPS.scaled_half.default, OPS.conv_scaled_half.default
 CONV_BACKWARD = OPS.conv_scaled_half_backward.default
-NORM, ADD = OPS.group_norm_fwd.default, ATEN.add.Tensor
+NORM, ADD, CAT = OPS.group_norm_fwd.default, ATEN.add.Tensor, ATEN.cat.default
 
 
 @pytest.fixture(autouse=True)
@@ -141,8 +141,33 @@ class Branches(nn.Module):
 
 
 def test_a_concatenation():
+    """Its parts are rounded, and their halves joined; another function reads the norm's result."""
     step = compared(Joined(), torch.randn(2, 32, 6, 6))
-    assert (step.counts, len(step.calls(NORM))) == ([1, 1, 1], 1)
+    assert (step.counts, len(step.calls(NORM))) == ([2, 1, 1], 1)
+    assert sorted(node.meta["val"].dtype is torch.float16 for node in step.calls(CAT)) == [False, True]
+
+
+class Skip(nn.Module):
+    """A U-Net's: what a strided convolution reads is joined with what comes back."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.other = nn.GroupNorm(4, 32), nn.GroupNorm(4, 32)
+        self.down, self.conv, self.up = conv(stride=2), conv(64, 32), nn.ConvTranspose2d(32, 32, 2, 2)
+
+    def forward(self, x):
+        z = torch.relu(self.norm(x))
+        return self.conv(torch.cat((self.up(torch.relu(self.other(self.down(z)))), z), 1))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_skip_is_rounded_once(recompute):
+    """By its norm, for both convolutions. The transposed one stays as it is, and so does the norm in front of it."""
+    step = compared(Skip(), torch.randn(2, 32, 8, 8), recompute=recompute)
+    assert (step.counts, len(step.calls(NORM))) == ([2, 2, 2], 1)
+    (half,) = (node for node in step.calls(SCALED_HALF) if len(node.args) > 1)
+    assert len(half.users) == 4  # half and inverse, mean and rstd
+    assert all(node.meta["val"].dtype is not torch.float32 for node in step.calls(CAT))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

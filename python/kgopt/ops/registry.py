@@ -54,8 +54,8 @@ class Op:
     fake: Callable[..., Any]
     """Its results without values: sizes, dtype, layout. Gets every argument."""
     formula: Callable[..., Any]
-    """The op in differentiable PyTorch functions, for derivatives that no kernel gives, all arguments given; raises where
-    there is none."""
+    """The op in differentiable PyTorch functions, for derivatives that no kernel gives; raises where there is none.
+    Gets every argument."""
     dims: Dims | Callable[[dict[str, Any]], Dims] | None = None
     """For DTensor; as a function, of the arguments by name. Every op has them (tests/test_dtensor.py)."""
     backward: Callable[..., Any] | None = None

@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ _ATEN, _OPS = torch.ops.aten, torch.ops.kgopt
 _FORWARD = (_ATEN.convolution.default, _OPS.conv2d.default, _OPS.conv3d.default)
 _BACKWARD = (_ATEN.convolution_backward.default, _OPS.conv_backward.default)
 _NORM = _OPS.group_norm_fwd.default
-_ADD = _ATEN.add.Tensor
+_ADD, _CAT, _IN_FORMAT = _ATEN.add.Tensor, _ATEN.cat.default, _OPS.in_format.default
 _SCALED_HALF, _CONV = _OPS.scaled_half.default, _OPS.conv_scaled_half.default
 _CONV_BACKWARD = _OPS.conv_scaled_half_backward.default
 _WHEN = ("recompute", "partitioner_tag")  # what AOTAutograd's partitioner is told of a node
@@ -142,12 +142,44 @@ def replace(graph: fx.Graph) -> None:
     of_x: dict[fx.Node, list[_Pair]] = {}
     for pair in _pairs(graph):
         of_x.setdefault(_bound(pair.forward)["x"], []).append(pair)
-    for pairs in of_x.values():
+    readers = {x: {node for pair in pairs for node in pair.nodes} for x, pairs in of_x.items()}
+    cats = {joined[0] for x in of_x if (joined := _joined_of(x, readers[x]))}
+    # Concatenations first: what they leave is read by other convolutions alone.
+    for key, pairs in sorted(of_x.items(), key=lambda item: not _joined_of(item[0], readers[item[0]])):
         x = _bound(pairs[0].forward)["x"]  # another node where the one before was replaced
-        norm = _norm_of(x, {node for pair in pairs for node in pair.nodes})
-        chosen, fused = _choose(pairs, x.meta["val"].numel(), norm is not None)
-        if chosen:
-            _write(graph, chosen, x, norm if fused else None)
+        joined = _joined_of(x, readers[key])
+        sources = [_Source(part, _norm_of(part, readers.get(part, set()) | cats)) for part in joined[1:] or [x]]
+        chosen = _choose(pairs, sources)
+        if not chosen:
+            continue
+        own = readers[key] | set(joined[:1])
+        for source in sources:  # what others read is rounded apart, until they are replaced, too
+            is_alone = {user for user in source.x.users if user.target is not _SCALED_HALF} <= own
+            source.norm = source.norm if is_alone and len(chosen) == len(pairs) else None
+        _write(graph, chosen, x, sources)
+
+
+@dataclass
+class _Source:
+    """What is rounded, and the norm that rounds it, if all who read it read halves."""
+
+    x: fx.Node
+    norm: fx.Node | None
+
+
+def _joined_of(x: fx.Node, readers: set[fx.Node]) -> list[fx.Node]:
+    """A concatenation of channels, which convolutions alone read, and its parts; else nothing."""
+    cat: Any = x
+    if x.target is _IN_FORMAT and set(x.users) <= readers and len(x.args) == 2 and x.args[1] is True:
+        cat, readers = x.args[0], {x}
+    if not isinstance(cat, fx.Node) or cat.target is not _CAT or not set(cat.users) <= readers:
+        return []
+    parts = cat.args[0]
+    if len(cat.args) < 2 or cat.args[1] != 1 or len(set(parts)) < len(parts):  # type: ignore[arg-type]
+        return []
+    values = [_float_of(part) for part in parts]  # type: ignore[union-attr]
+    fit = all(t is not None and t.device.type in DEVICES and t.shape[1] % MULTIPLE == 0 for t in values)
+    return [cat, *parts] if fit else []  # type: ignore[misc]
 
 
 def _pairs(graph: fx.Graph) -> list[_Pair]:
@@ -262,10 +294,12 @@ def _is_part(user: fx.Node, mask: Sequence[bool]) -> bool:
     return user.target is operator.getitem and (mask[user.args[1]] or not user.users)  # type: ignore[index]
 
 
-def _norm_of(x: fx.Node, readers: Iterable[fx.Node]) -> fx.Node | None:
-    """The norm, with activations, whose result these convolutions and nobody else reads."""
+def _norm_of(x: fx.Node, readers: set[fx.Node]) -> fx.Node | None:
+    """The norm, with activations, whose result these nodes, and what rounds it, and nobody else reads."""
     norm: Any = x.args[0] if x.target is operator.getitem and x.args[1] == 0 else None
-    if not isinstance(norm, fx.Node) or norm.target is not _NORM or not set(x.users) <= set(readers):
+    if not isinstance(norm, fx.Node) or norm.target is not _NORM:
+        return None
+    if not all(user in readers or user.target is _SCALED_HALF for user in x.users):
         return None
     given = _bound(norm)
     if _value(given["x"]) is None or given["pre_act"] != "none" or not _keeps_bounds(given["act"]):
@@ -316,30 +350,34 @@ def _is_no_pointwise(user: fx.Node) -> bool:
     return getattr(user.target, "namespace", "") == "kgopt"
 
 
-def _choose(pairs: list[_Pair], elements: int, may_fuse: bool) -> tuple[list[_Pair], bool]:
-    """Those that are replaced, and whether the norm in front of all rounds. Together they pay for what they share."""
+def _choose(pairs: list[_Pair], sources: list[_Source]) -> list[_Pair]:
+    """Those that are replaced. Together they pay for what they share: all with norms that round, or some without."""
     times = [pair.times() for pair in pairs]
     gaining = [i for i, (before, after) in enumerate(times) if after < before]
-    best, chosen, is_fused = 0.0, [], False
-    for fused, ones in ((True, list(range(len(pairs)))), (False, gaining)):
-        if fused and not may_fuse:
-            continue
+    best, chosen = 0.0, []
+    for fuses, ones in ((True, list(range(len(pairs)))), (False, gaining)):
         before = sum(times[i][0] for i in ones)
-        gain = before - sum(times[i][1] for i in ones) - rounding_time(elements, fused)
+        shared = sum(
+            rounding_time(source.x.meta["val"].numel(), fuses and source.norm is not None) for source in sources
+        )
+        if len(sources) > 1:  # halves are joined instead of floats
+            shared -= (4 + 4 - 2 - 2) * sum(source.x.meta["val"].numel() for source in sources) / PACE
+        gain = before - sum(times[i][1] for i in ones) - shared
         if gain >= max(LEAST_GAIN * before, LEAST_TIME) and gain > best:
-            best, chosen, is_fused = gain, [pairs[i] for i in ones], fused
-    return chosen, is_fused
+            best, chosen = gain, [pairs[i] for i in ones]
+    return chosen
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What is written
 
 
-def _write(graph: fx.Graph, pairs: list[_Pair], x: fx.Node, norm: fx.Node | None) -> None:
+def _write(graph: fx.Graph, pairs: list[_Pair], x: fx.Node, sources: list[_Source]) -> None:
     """All of it; where an op does not take what it is given, or gives what lies otherwise, nothing."""
     made: list[fx.Node] = []
+    rounding: list[fx.Node] = []  # of each source
     try:
-        replaced = _added_calls(graph, pairs, x, norm, made)
+        replaced = _added_calls(graph, pairs, x, sources, made, rounding)
         lie_as_before = all(old.meta["val"].stride() == new.meta["val"].stride() for old, new in replaced[::2])
     except Exception as error:
         _LOG.info("a convolution stays in TF32: %s", error)
@@ -357,18 +395,46 @@ def _write(graph: fx.Graph, pairs: list[_Pair], x: fx.Node, norm: fx.Node | None
     for pair in pairs:
         if pair.forward not in (old for old, _ in replaced):  # the sum was
             graph.erase_node(pair.forward)
-    if norm is not None:
-        graph.erase_node(x)
-        for part in list(norm.users):  # mean and rstd
-            part.args = (made[0], part.args[1] + 1)  # type: ignore[operator]
-        graph.erase_node(norm)
+    if len(sources) > 1:
+        joined: list[Any] = [x, x.args[0]] if x.target is _IN_FORMAT else [x]
+        for node in joined:
+            if not node.users:
+                graph.erase_node(node)
+    for source, new in zip(sources, rounding, strict=True):
+        for other in [user for user in source.x.users if user.target is _SCALED_HALF and user is not new]:
+            own = {part.args[1]: part for part in new.users}
+            for part in list(other.users):
+                part.replace_all_uses_with(own[part.args[1]])
+                graph.erase_node(part)
+            graph.erase_node(other)
+        if source.norm is not None:
+            graph.erase_node(source.x)
+            for part in list(source.norm.users):  # mean and rstd
+                part.args = (new, part.args[1] + 1)  # type: ignore[operator]
+            graph.erase_node(source.norm)
 
 
 def _added_calls(
-    graph: fx.Graph, pairs: list[_Pair], x: fx.Node, norm: fx.Node | None, made: list[fx.Node]
+    graph: fx.Graph,
+    pairs: list[_Pair],
+    x: fx.Node,
+    sources: list[_Source],
+    made: list[fx.Node],
+    rounding: list[fx.Node],
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """Calls beside those that they are to replace: for each pair forward and backward. ``made`` gets all new nodes."""
-    half, inverse = _rounded(graph, pairs, x, norm, made)
+    """Calls beside those that they are to replace: for each pair forward and backward.
+
+    ``made`` gets all new nodes, ``rounding`` those that round.
+    """
+    readers = {node for pair in pairs for node in pair.nodes}
+    first = next(node for node in graph.nodes if node in readers)
+    halves = [_rounded(graph, source, first, made, rounding) for source in sources]
+    half, inverse = halves[0]
+    if len(sources) > 1:
+        with graph.inserting_before(first):
+            for i, dim in ((0, 1), (1, 0)):
+                made.append(added(graph, _CAT, ([one[i] for one in halves], dim), first.meta))
+        half, inverse = made[-2], made[-1]
     replaced: list[tuple[fx.Node, fx.Node]] = []
     for pair in pairs:
         given = _bound(pair.forward)
@@ -399,21 +465,23 @@ def _move_parts(old: fx.Node, new: fx.Node) -> None:
 
 
 def _rounded(
-    graph: fx.Graph, pairs: list[_Pair], x: fx.Node, norm: fx.Node | None, made: list[fx.Node]
+    graph: fx.Graph, source: _Source, first: fx.Node, made: list[fx.Node], rounding: list[fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
     """The half and the inverse of its scales; what AOTAutograd shall compute again, it computes again as a half."""
+    x, norm = source.x, source.norm
     args: tuple[Any, ...] = (x,)
     if norm is not None:
         given = _bound(norm)
         args = tuple(given[name] for name in ("x", "num_groups", "weight", "bias", "eps", "act"))
         place, meta = norm, norm.meta
     else:
-        readers = {node for pair in pairs for node in pair.nodes}
-        place = next(node for node in graph.nodes if node in readers)
-        meta = pairs[0].forward.meta | {k: x.meta[k] for k in ("recompute", "ac_graph_id") if k in x.meta}
+        others = {first, *(user for user in x.users if user.target is _SCALED_HALF)}
+        place = next(node for node in graph.nodes if node in others)
+        meta = first.meta | {k: x.meta[k] for k in ("recompute", "ac_graph_id") if k in x.meta}
     with graph.inserting_before(place):
         made.append(added(graph, _SCALED_HALF, args, meta))
-        parts = [_part(graph, made[0], i, meta if norm is None else x.meta) for i in (0, 1)]
+        rounding.append(made[-1])
+        parts = [_part(graph, made[-1], i, meta if norm is None else x.meta) for i in (0, 1)]
     made += parts
     return parts[0], parts[1]
 
