@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 import kgopt  # noqa: F401
 from kgopt._layout import FORMATS
 from kgopt.rewrite import backend
+from kgopt.rewrite.captured.passes import convolutions
+from kgopt.rewrite.glue.calls import CONVS
 from kgopt.rewrite.inductor import passes, scaled
 
 ATEN, OPS = torch.ops.aten, torch.ops.kgopt
@@ -41,7 +43,7 @@ def conv(c_in=32, c_out=32, kernel=3, dims=2, **options):
 class Step:
     """A training step through AOTAutograd's partitioner, compiled by nothing: what it gives, keeps and calls."""
 
-    def __init__(self, model, x, change=scaled.replace, recompute=False, wants_dx=True, form=last):
+    def __init__(self, model, x, change=scaled.replace, recompute=False, wants_dx=True, form=last, moves=False):
         from torch._dynamo.backends.common import aot_autograd
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -59,6 +61,9 @@ class Step:
 
         def compiler(graph_module, inputs):
             backend.rewrite_graph(graph_module, always=True, recompute=recompute)
+            for node in [n for n in graph_module.graph.nodes if moves and n.target in CONVS]:
+                convolutions._move_input(graph_module.graph, node, True)
+            graph_module.recompile()
             return aot_autograd(fw_compiler=lambda g, _: g, partition_fn=partition)(graph_module, inputs)
 
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
@@ -161,9 +166,14 @@ class Skip(nn.Module):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_skip_is_rounded_once(recompute):
-    """By its norm, for both convolutions. The transposed one stays as it is, and so does the norm in front of it."""
-    step = compared(Skip(), torch.randn(2, 32, 8, 8), recompute=recompute)
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_skip_is_rounded_once(recompute, moves):
+    """By its norm, for both convolutions. The transposed one stays as it is, and so does the norm in front of it.
+
+    Copies to channels_last in front of convolutions, as the backend writes them, change nothing.
+    """
+    step = compared(Skip(), torch.randn(2, 32, 8, 8), recompute=recompute, moves=moves)
+    assert len(step.calls(OPS.in_format.default)) == moves  # of the transposed one
     assert (step.counts, len(step.calls(NORM))) == ([2, 2, 2], 1)
     (half,) = (node for node in step.calls(SCALED_HALF) if len(node.args) > 1)
     assert len(half.users) == 4  # half and inverse, mean and rstd

@@ -130,6 +130,10 @@ class _Pair:
     def nodes(self) -> tuple[fx.Node, fx.Node]:
         return self.forward, self.backward
 
+    @property
+    def x(self) -> fx.Node:
+        return _in_any_format(_bound(self.forward)["x"])  # type: ignore[no-any-return]
+
     def times(self) -> tuple[float, float]:
         given = _bound(self.forward)
         x, weight, y = (t.meta["val"].shape for t in (given["x"], given["weight"], self.forward))
@@ -141,22 +145,23 @@ def replace(graph: fx.Graph) -> None:
     """Changes a joint graph in place. One of inference has no gradients and stays as it is."""
     of_x: dict[fx.Node, list[_Pair]] = {}
     for pair in _pairs(graph):
-        of_x.setdefault(_bound(pair.forward)["x"], []).append(pair)
-    readers = {x: {node for pair in pairs for node in pair.nodes} for x, pairs in of_x.items()}
-    cats = {joined[0] for x in of_x if (joined := _joined_of(x, readers[x]))}
+        of_x.setdefault(pair.x, []).append(pair)
+    readers = {x: _readers(pairs) for x, pairs in of_x.items()}
+    cats = {node for x in of_x for node in _Joined(x, readers[x]).nodes}
     # Concatenations first: what they leave is read by other convolutions alone.
-    for key, pairs in sorted(of_x.items(), key=lambda item: not _joined_of(item[0], readers[item[0]])):
-        x = _bound(pairs[0].forward)["x"]  # another node where the one before was replaced
-        joined = _joined_of(x, readers[key])
-        sources = [_Source(part, _norm_of(part, readers.get(part, set()) | cats)) for part in joined[1:] or [x]]
+    for key, pairs in sorted(of_x.items(), key=lambda item: not _Joined(item[0], readers[item[0]]).parts):
+        x = pairs[0].x  # another node where the one before was replaced
+        joined = _Joined(x, readers[key])
+        sources = [_Source(part, _norm_of(part, readers.get(part, set()) | cats)) for part in joined.parts or [x]]
         chosen = _choose(pairs, sources)
         if not chosen:
             continue
-        own = readers[key] | set(joined[:1])
+        own = readers[key] | set(joined.nodes)
         for source in sources:  # what others read is rounded apart, until they are replaced, too
             is_alone = {user for user in source.x.users if user.target is not _SCALED_HALF} <= own
             source.norm = source.norm if is_alone and len(chosen) == len(pairs) else None
-        _write(graph, chosen, x, sources)
+        unread = [*(node for node in readers[key] if node.target is _IN_FORMAT), *joined.nodes]
+        _write(graph, chosen, sources, unread)
 
 
 @dataclass
@@ -167,19 +172,33 @@ class _Source:
     norm: fx.Node | None
 
 
-def _joined_of(x: fx.Node, readers: set[fx.Node]) -> list[fx.Node]:
-    """A concatenation of channels, which convolutions alone read, and its parts; else nothing."""
-    cat: Any = x
-    if x.target is _IN_FORMAT and set(x.users) <= readers and len(x.args) == 2 and x.args[1] is True:
-        cat, readers = x.args[0], {x}
-    if not isinstance(cat, fx.Node) or cat.target is not _CAT or not set(cat.users) <= readers:
-        return []
-    parts = cat.args[0]
-    if len(cat.args) < 2 or cat.args[1] != 1 or len(set(parts)) < len(parts):  # type: ignore[arg-type]
-        return []
-    values = [_float_of(part) for part in parts]  # type: ignore[union-attr]
-    fit = all(t is not None and t.device.type in DEVICES and t.shape[1] % MULTIPLE == 0 for t in values)
-    return [cat, *parts] if fit else []  # type: ignore[misc]
+def _in_any_format(x: Any) -> Any:
+    """What a node copies to channels_last, or the node: it is rounded from any format."""
+    is_copy = isinstance(x, fx.Node) and x.target is _IN_FORMAT and len(x.args) == 2 and not x.kwargs
+    return x.args[0] if is_copy and x.args[1] is True else x
+
+
+def _readers(pairs: list[_Pair]) -> set[fx.Node]:
+    """Convolutions and their gradients, and copies to channels_last that nothing else reads."""
+    nodes = {node for pair in pairs for node in pair.nodes}
+    return nodes | {x for pair in pairs if (x := _bound(pair.forward)["x"]) is not pair.x and set(x.users) <= nodes}
+
+
+class _Joined:
+    """A concatenation of channels that convolutions alone read: its parts, and the nodes that make it; else none."""
+
+    def __init__(self, cat: fx.Node, readers: set[fx.Node]) -> None:
+        self.parts: list[fx.Node] = []
+        self.nodes: list[fx.Node] = []
+        if cat.target is not _CAT or not set(cat.users) <= readers or len(cat.args) < 2 or cat.args[1] != 1:
+            return
+        given: Any = cat.args[0]
+        parts = [_in_any_format(part) for part in given]
+        values = [_float_of(part) for part in parts]
+        fit = all(t is not None and t.device.type in DEVICES and t.shape[1] % MULTIPLE == 0 for t in values)
+        if fit and len(set(parts)) == len(parts):
+            self.parts = parts
+            self.nodes = [cat, *(copy for copy in given if copy not in parts and set(copy.users) <= {cat})]
 
 
 def _pairs(graph: fx.Graph) -> list[_Pair]:
@@ -372,12 +391,15 @@ def _choose(pairs: list[_Pair], sources: list[_Source]) -> list[_Pair]:
 # What is written
 
 
-def _write(graph: fx.Graph, pairs: list[_Pair], x: fx.Node, sources: list[_Source]) -> None:
-    """All of it; where an op does not take what it is given, or gives what lies otherwise, nothing."""
+def _write(graph: fx.Graph, pairs: list[_Pair], sources: list[_Source], unread: list[fx.Node]) -> None:
+    """All of it; where an op does not take what it is given, or gives what lies otherwise, nothing.
+
+    ``unread``: what nothing may read then, readers first.
+    """
     made: list[fx.Node] = []
     rounding: list[fx.Node] = []  # of each source
     try:
-        replaced = _added_calls(graph, pairs, x, sources, made, rounding)
+        replaced = _added_calls(graph, pairs, sources, made, rounding)
         lie_as_before = all(old.meta["val"].stride() == new.meta["val"].stride() for old, new in replaced[::2])
     except Exception as error:
         _LOG.info("a convolution stays in TF32: %s", error)
@@ -395,11 +417,9 @@ def _write(graph: fx.Graph, pairs: list[_Pair], x: fx.Node, sources: list[_Sourc
     for pair in pairs:
         if pair.forward not in (old for old, _ in replaced):  # the sum was
             graph.erase_node(pair.forward)
-    if len(sources) > 1:
-        joined: list[Any] = [x, x.args[0]] if x.target is _IN_FORMAT else [x]
-        for node in joined:
-            if not node.users:
-                graph.erase_node(node)
+    for node in unread:
+        if not node.users:
+            graph.erase_node(node)
     for source, new in zip(sources, rounding, strict=True):
         for other in [user for user in source.x.users if user.target is _SCALED_HALF and user is not new]:
             own = {part.args[1]: part for part in new.users}
@@ -417,7 +437,6 @@ def _write(graph: fx.Graph, pairs: list[_Pair], x: fx.Node, sources: list[_Sourc
 def _added_calls(
     graph: fx.Graph,
     pairs: list[_Pair],
-    x: fx.Node,
     sources: list[_Source],
     made: list[fx.Node],
     rounding: list[fx.Node],
