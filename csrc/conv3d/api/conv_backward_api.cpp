@@ -315,7 +315,8 @@ Tensor conv_depthwise_wgrad(const char* op, const Tensor& given_dy, const Tensor
   return dweight;
 }
 
-// Sums of dy, which has channels innermost; none where the kernel does not take it.
+}  // namespace
+
 std::optional<Tensor> conv_bias_gradient(const char* op, const Tensor& dy, const ConvShape& shape) {
   ChannelSumsParams p;
   p.x = dy.const_data_ptr();
@@ -332,6 +333,8 @@ std::optional<Tensor> conv_bias_gradient(const char* op, const Tensor& dy, const
   raise_on_error(op, run_channel_sums(p, stream_of(dy)));
   return sums;
 }
+
+namespace {
 
 // Of a gradient's plans, the one whose path KGOPT_AUTOTUNE finds the fastest at this shape, known or measured now. ATen
 // where that was chosen of others than these, or cannot be told.

@@ -16,4 +16,7 @@ ConvGradients conv_backward(Tensor dy, Tensor x, Tensor weight, IntArray stride,
 Tensor conv_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& weight, const ConvShape& shape,
                   const WgradPlan& plan, const WgradSumParams& sum = WgradSumParams{});
 
+// Sums of dy, which has channels innermost; none where the kernel does not take it.
+std::optional<Tensor> conv_bias_gradient(const char* op, const Tensor& dy, const ConvShape& shape);
+
 }  // namespace kgopt

@@ -168,8 +168,12 @@ ConvGradients conv_scaled_half_backward(Tensor dy, Tensor x, Tensor inverse, Ten
     KGOPT_CHECK(plan.refusal == nullptr, op, ": no kernel for the gradient of weight: ", plan.refusal);
   }
   ScaledSource source;
-  const Tensor dbias = empty_like_shape(dy, {mask[2] ? shape.c_out : 0});
-  if (mask[2]) source.sums = &dbias;
+  std::optional<Tensor> dbias;
+  if (mask[2]) dbias = conv_bias_gradient(op, aligned(dense_in(dy, channels_last_format(dy.dim()))), shape);
+  if (mask[2] && !dbias) {  // from the means
+    dbias = empty_like_shape(dy, {shape.c_out});
+    source.sums = &*dbias;
+  }
   const ScaledTensor of_dy = scale_half(op, dy, source);
   SomeConvGradients result;
   if (mask[1]) {
@@ -186,7 +190,7 @@ ConvGradients conv_scaled_half_backward(Tensor dy, Tensor x, Tensor inverse, Ten
                                                      1, false, {true, false, false}, kAutoBackend, std::nullopt));
     result[0] = scaled_back(op, half_dx, scaled.factors, nullptr, std::nullopt, 1, ActChain());
   }
-  if (mask[2]) result[2] = dbias;
+  result[2] = dbias;
   return all_gradients(dy, result);
 }
 

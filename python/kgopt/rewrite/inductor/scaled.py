@@ -47,6 +47,7 @@ _WHEN = ("recompute", "partitioner_tag")  # what AOTAutograd's partitioner is to
 TF32_RATE, HALF_RATE = 280e6, 540e6  # operations a microsecond
 PACE = 3.3e6  # bytes a microsecond
 LAUNCH = 2.5  # microseconds
+WEIGHT_TIME = 1.2e-5  # of scaling a weight for both directions, microseconds
 LEAST_CHANNELS = 32  # fewer do not fill fp16's tensor cores
 LEAST_GAIN, LEAST_TIME = 0.03, 5.0  # of what is replaced; microseconds
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES, ROUNDING_LAUNCHES = 4, 8, 2  # more than without
@@ -99,7 +100,7 @@ def convolution_times(
     moved = (2 + 2 + 4 - 4) * y_elements + (4 + 4 + 2) * y_elements
     if mask[0]:
         moved += 4 * x_elements  # dx, as y
-    before, after = products / TF32_RATE, products / HALF_RATE
+    before, after = products / TF32_RATE, products / HALF_RATE + c_in * c_out * taps * WEIGHT_TIME
     if adds:  # a kernel that reads two and writes one, for one that the unscaling reads
         before += 12 * y_elements / PACE + LAUNCH
         moved += 4 * y_elements
