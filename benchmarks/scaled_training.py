@@ -3,12 +3,12 @@
     python benchmarks/scaled_training.py --json benchmarks/results/scaled_half/h200_training.json
     python benchmarks/scaled_training.py --only 64,64
 
-Microseconds of the GPU between events, the best of three rows of replays of a CUDA graph, channels_last. `tf32`: kgopt's
-GroupNorm with ReLU, its conv2d or conv3d, and conv_backward, each as it chooses; `scaled`: scaled_half with the norm,
-conv_scaled_half and conv_scaled_half_backward; with `apart` the convolution reads a tensor that no norm gives. The
-norm's own backward, which is the same, is left out. `forecast` is what the pass over compiled graphs predicts of both
-(`python/kgopt/rewrite/inductor/scaled.py`). `error`: of y, dx and dweight, relative to float64 in the 2-norm, scaled
-over TF32's, where x has at most 2^25 elements.
+Microseconds of the GPU between events, the best of three rows of replays of a CUDA graph, channels_last. `tf32`:
+kgopt's GroupNorm with ReLU, its conv2d or conv3d, and conv_backward, each as it chooses; `scaled`: scaled_half with the
+norm, conv_scaled_half and conv_scaled_half_backward; with `apart` the convolution reads a tensor that no norm gives.
+The norm's own backward, which is the same, is left out. `forecast` is what the pass over compiled graphs predicts of
+both (`python/kgopt/rewrite/inductor/scaled.py`). `error`: of y, dx and dweight, relative to float64 in the 2-norm,
+scaled over TF32's, where x has at most 2^25 elements.
 
 Predictions (written before the first run, for an H200, forward and backward together): `scaled` takes 0.85 of `tf32` at
 32 channels of 128^3, 0.75 at 64 of 64^3, 0.65 at 128 of 32^3, 0.6 at 256 of 16^3, 0.55 at 512 channels of images.
