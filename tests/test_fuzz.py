@@ -23,6 +23,7 @@ from kgopt.fuzz.noise import Noise, NoisySteps
 from kgopt.fuzz.pool import Result, Settings
 from kgopt.fuzz.search import search, shrink
 from kgopt.fuzz.worker import draw_case
+from opcases import BEHIND_AUTOGRAD
 
 OPS = make_kind("ops")
 
@@ -113,7 +114,8 @@ def test_every_op_is_drawn():
     functions = {"group_norm_scale_shift"}  # without an op of their own
     # On CUDA alone; the gradients of pipelines, which are drawn, call them.
     made = {"conv_group_norm_lse_gradients", "conv_group_norm_mean_gradients"}
-    inside = made | {"group_norm_tanh_hardswish_residual_logsumexp_backward_"}
+    # Of graphs that are compiled for training: in float32 alone, as near as TF32 (tests/test_scaled_half_training.py).
+    inside = made | set(BEHIND_AUTOGRAD) | {"group_norm_tanh_hardswish_residual_logsumexp_backward_"}
     assert {o for o in ops - inside if not o.startswith(("explain_", "build_info"))} | functions == set(TARGETS)
 
 
