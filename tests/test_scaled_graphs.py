@@ -263,6 +263,13 @@ def test_what_is_left_alone(name):
     assert compared(model, x, form=form).counts == [0, 0, 0]
 
 
+def test_kernels_that_have_no_gradient_of_a_weight():
+    """A kernel as deep as this is none that plan_wgrad takes, which the op would say in a user's backward."""
+    ones = [1, 1, 1], [1, 1, 1], [1, 1, 1]
+    assert scaled._has_weight_gradient(ones, (64, 3, 3), (80, 8, 8))
+    assert not scaled._has_weight_gradient(ones, (65, 3, 3), (80, 8, 8))
+
+
 def test_a_graph_of_inference_is_left_alone():
     graph, t = fx.Graph(), last(torch.zeros(32, 32, 6, 6))
     x, weight = (graph.placeholder(name) for name in ("x", "weight"))

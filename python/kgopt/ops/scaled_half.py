@@ -26,30 +26,16 @@ def _scaled_half_fake(x: Tensor, num_groups: int = 0, *_: Any) -> tuple[Tensor, 
     return half, empty(x, [x.shape[1]], torch.float64), mean, rstd
 
 
-def _conv_fake(
-    x: Tensor,
-    inverse: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Tensor:
+def _conv_fake(x: Tensor, inverse: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    _, _, stride, padding, dilation = rest
     sizes = conv_sizes(x.shape, weight.shape, stride, padding, dilation, [0] * len(stride), 1, False)
     return empty(x, sizes, torch.float32, channels_last=True)
 
 
 def _conv_backward_fake(
-    dy: Tensor,
-    x: Tensor,
-    inverse: Tensor,
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    mask: Sequence[bool],
+    dy: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    mask = rest[-1]
     return (
         empty(dy, x.shape, channels_last=True) if mask[0] else empty(dy, [0]),
         empty_like(weight) if mask[1] else empty(dy, [0]),

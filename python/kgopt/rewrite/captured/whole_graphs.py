@@ -236,14 +236,10 @@ def other_format(graph: fx.Graph, grad: bool) -> str:
 
 def _step(module: fx.GraphModule, kinds: list[Tensor], grad: bool, options: Mapping[str, Any]) -> Callable[[], Any]:
     """A call of it, with its backward where a gradient is needed, on tensors of their kinds."""
-    graph = copy.deepcopy(module.graph)
-    for node in graph.nodes:
-        # The rest is of fake tensors of another graph.
-        node.meta = {k: v for k, v in node.meta.items() if k == "recompute"}
     inputs = [_stand_in(t).requires_grad_(grad and t.requires_grad) for t in kinds]
     wanted = [t for t in inputs if t.requires_grad]
     more: Any = {"decompositions": DECOMPOSITIONS, "passes": inductor_passes.passes()}
-    run = compile_graph(fx.GraphModule(module, graph), inputs, None, options, **more)
+    run = compile_graph(inductor_passes.copied(module), inputs, None, options, **more)
 
     def step() -> None:
         made = run(*inputs)

@@ -68,7 +68,7 @@ class WhileAllowed:
 
 
 def copied(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The same calls on the same attributes, for another compiler; no fake tensor is kept alive."""
+    """The same calls on the same attributes, for another compilation, without fake tensors of this one."""
     graph = copy.deepcopy(graph_module.graph)
     for node in graph.nodes:
         node.meta = {k: v for k, v in node.meta.items() if k == "recompute"}

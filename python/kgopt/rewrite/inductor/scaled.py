@@ -79,7 +79,7 @@ def predicted_gain(
         mask: which of the gradients of x, weight and bias are asked for.
         adds: a sum behind it becomes a part of it.
     """
-    before, after = convolution_times(n, c_in, c_out, taps, positions_out, mask, positions_in, adds)
+    before, after = convolution_times(n, c_in, c_out, taps, positions_in, positions_out, mask, adds)
     return before, after + rounding_time(n * c_in * positions_in, fused)
 
 
@@ -88,9 +88,9 @@ def convolution_times(
     c_in: int,
     c_out: int,
     taps: int,
+    positions_in: int,
     positions_out: int,
     mask: Sequence[bool],
-    positions_in: int,
     adds: bool = False,
 ) -> tuple[float, float]:
     """:func:`predicted_gain` without what convolutions of one x share."""
@@ -138,8 +138,8 @@ class _Pair:
     def times(self) -> tuple[float, float]:
         given = _bound(self.forward)
         x, weight, y = (t.meta["val"].shape for t in (given["x"], given["weight"], self.forward))
-        sizes = y[0], x[1], y[1], math.prod(weight[2:]), math.prod(y[2:])
-        return convolution_times(*sizes, self.mask, math.prod(x[2:]), _sum_behind(self.forward) is not None)
+        sizes = y[0], x[1], y[1], math.prod(weight[2:]), math.prod(x[2:]), math.prod(y[2:])
+        return convolution_times(*sizes, self.mask, _sum_behind(self.forward) is not None)
 
 
 def replace(graph: fx.Graph) -> None:
@@ -298,17 +298,19 @@ def _is_taken(pair: _Pair) -> bool:
         return False
     if min(channels) < LEAST_CHANNELS or any(c % MULTIPLE for c in channels):
         return False
-    if pair.mask[1] and not _has_weight_gradient(pair.geometry, weight.shape[2:], x.shape[-1]):
+    if pair.mask[1] and not _has_weight_gradient(pair.geometry, weight.shape[2:], x.shape[2:]):
         return False
     return all(_is_part(user, pair.mask) for user in pair.backward.users)
 
 
-def _has_weight_gradient(geometry: tuple[list[int], ...], kernel: Sequence[int], width: int) -> bool:
-    """Whether the kernel for the gradient of a weight, plan_wgrad in csrc, has a plan."""
-    stride, _, dilation = geometry
+def _has_weight_gradient(geometry: tuple[list[int], ...], kernel: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether the kernel for the gradient of a weight, plan_wgrad in csrc, has a plan: else the op is an error."""
+    stride, padding, dilation = geometry
+    if max(*kernel, *padding) > 64 or max(sizes) > 1 << 20:
+        return False
     if tuple(kernel[-2:]) != (3, 3) or any(d != 1 for d in dilation) or max(stride) > 2:
         return False
-    return stride[-1] == stride[-2] and (stride[-1] == 1 or width % 2 == 0)
+    return stride[-1] == stride[-2] and (stride[-1] == 1 or sizes[-1] % 2 == 0)
 
 
 def _is_part(user: fx.Node, mask: Sequence[bool]) -> bool:
